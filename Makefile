@@ -43,8 +43,8 @@ $(VENV)/torch: $(VENV)/made $(CONSTRAINTS)
 	@touch $@
 
 $(VENV)/demo: $(VENV)/torch pyproject.toml
-	@echo "installing lakeckpt[demo]"
-	@$(INSTALL) -e '.[demo]'
+	@echo "installing lakeckpt"
+	@$(INSTALL) -e .
 	@touch $@
 
 $(VENV)/dev: $(VENV)/torch pyproject.toml

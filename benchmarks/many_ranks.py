@@ -32,7 +32,7 @@ from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
-from lakeckpt.checkpoint.restore.from_storage import load, load_own
+from lakeckpt.checkpoint.restore.from_storage import fetch_parts, load_from, load_own
 from lakeckpt.checkpoint.state.random_states import RANDOM, capture_random
 from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
 from lakeckpt.checkpoint.state.wholes import part_key
@@ -157,7 +157,7 @@ def restored(folder: str, manifest: Manifest) -> tuple[float, int, float]:
     own.check()
     own_s, parts = time.process_time() - before, storage.parts
     before = time.process_time()
-    full = load(storage, manifest, rank=rank, world_size=manifest.world_size)
+    full = load_from(storage, manifest, fetch_parts(storage, manifest), rank=rank, world_size=manifest.world_size)
     full.check()
     assert full.trees == own.trees
     return own_s, parts, time.process_time() - before

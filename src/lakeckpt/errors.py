@@ -29,8 +29,7 @@ stable, machine-readable name::
     │   ├── UnannouncedChange  the state changed between a cut and the fence: call manager.fence() before it does
     │   └── AgentError             the process that persists cannot be started or reached: see its log
     ├── ArenaError             cuts in host memory cannot be kept or found                         (RuntimeError)
-    │   ├── ArenaDamaged           the memory is not what was written: take an older cut
-    │   └── ArenaTooLarge          it does not fit into the memory that is free
+    │   └── ArenaDamaged           the memory is not what was written: take an older cut
     ├── WireError              bytes that are not our format                                         (ValueError)
     │   ├── WireDamaged
     │   ├── NewerFormat        written by a newer major version: upgrade
@@ -50,7 +49,6 @@ __all__ = [
     "AgentError",
     "ArenaDamaged",
     "ArenaError",
-    "ArenaTooLarge",
     "AttemptSuperseded",
     "CheckpointDamaged",
     "CheckpointError",
@@ -224,15 +222,11 @@ class AgentError(CheckpointError, kind="agent_error"):
 
 
 class ArenaError(LakeckptError, RuntimeError, kind="arena"):
-    """Cuts in host memory cannot be kept or found, or another process fills the arena."""
+    """Cuts in host memory cannot be kept or found: no memory is free, or another process fills the arena."""
 
 
 class ArenaDamaged(ArenaError, kind="arena_damaged"):
     """The memory of an arena is not what was written."""
-
-
-class ArenaTooLarge(ArenaError, kind="arena_too_large"):
-    """An arena does not fit into the memory that is free."""
 
 
 class WireError(LakeckptError, ValueError, kind="wire"):

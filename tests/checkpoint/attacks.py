@@ -68,7 +68,7 @@ def reseal(storage: LocalStorage, change: Callable[[dict[str, Any]], object]) ->
     manifest = read_history(storage).tip
     assert manifest is not None
     path = manifest.parts[0].path
-    plain = loads(storage.read(path), kind="part", supported=(1, 0)).value
+    plain = loads(storage.read(path), kind="part", supported=(1, 0))
     change(plain)
     put_part(storage, dumps(plain, kind="part", version=(1, 0)))
 
@@ -85,7 +85,7 @@ def put_part(storage: LocalStorage, data: bytes) -> None:
 def change_entry(**fields: Any) -> Callable[[LocalStorage], None]:
     def change(storage: LocalStorage) -> None:
         for slot in (1, 0):
-            plain = loads(storage.read(slot_path(slot)), kind="log", supported=(1, 4)).value
+            plain = loads(storage.read(slot_path(slot)), kind="log", supported=(1, 4))
             if plain["entry"] == "begin" or slot == 1:
                 storage.put(slot_path(slot), [dumps({**plain, **fields}, kind="log", version=(1, 4))])
 

@@ -32,7 +32,7 @@ from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.report import CaptureWarning, RetentionWarning, SaveWarning
 from lakeckpt.errors import (
-    ArenaTooLarge,
+    ArenaError,
     AttemptSuperseded,
     ConfigError,
     SaveFailed,
@@ -348,7 +348,7 @@ def test_where_an_arena_does_not_fit_on_one_rank_all_save_synchronously(
 
     def too_large(self: ArenaFolder, layout: Any) -> Any:
         if layout.identity.rank == 1:
-            raise ArenaTooLarge("an arena of 3 generations does not fit")
+            raise ArenaError("an arena of 3 generations does not fit")
         return create(self, layout)
 
     monkeypatch.setattr(ArenaFolder, "create", too_large)
@@ -373,7 +373,7 @@ def test_memory_that_is_gone_costs_captures_and_is_told_once_and_at_each_save(
 
     def checked(*given: Any, **options: Any) -> None:
         if is_full:
-            raise ArenaTooLarge("an arena of 3 generations does not fit")
+            raise ArenaError("an arena of 3 generations does not fit")
         room(*given, **options)
 
     monkeypatch.setattr(ArenaFolder, "_check_room", checked)
@@ -384,7 +384,7 @@ def test_memory_that_is_gone_costs_captures_and_is_told_once_and_at_each_save(
         def steps(count: int) -> None:
             for _ in range(count):
                 train(saver, objects, 1)
-                with contextlib.suppress(ArenaTooLarge):
+                with contextlib.suppress(ArenaError):
                     engine._idle()
 
         with warnings.catch_warnings(record=True) as told:

@@ -35,7 +35,7 @@ def saved() -> MemoryStorage:
 
 def plain_part(storage: MemoryStorage) -> dict[str, Any]:
     (path,) = (name for name in storage.objects if name.startswith("parts/"))
-    value: dict[str, Any] = loads(storage.objects[path], kind="part", supported=(1, 0)).value
+    value: dict[str, Any] = loads(storage.objects[path], kind="part", supported=(1, 0))
     return value
 
 
@@ -178,7 +178,7 @@ def test_a_tensor_that_two_parts_hold_for_one_rank_is_refused() -> None:
 
     good(run_ranks(2, save, waiters=[waiter]))
     manifest = read_history(storage).tip
-    first, second = (loads(storage.objects[ref.path], kind="part", supported=(1, 0)).value for ref in manifest.parts)
+    first, second = (loads(storage.objects[ref.path], kind="part", supported=(1, 0)) for ref in manifest.parts)
     for key, dtype, shape, digest, places, ranks in first["tensors"]:
         places = [[len(second["files"]) + file, digest] for file, digest in places]
         second["tensors"].append([key, dtype, shape, digest, places, ranks])

@@ -220,7 +220,7 @@ def test_a_filter_or_an_endless_stream_in_the_midst_of_an_epoch_is_refused_by_na
     job = Job(lake, filters=[("id", ">", 3)], on_version_gone="next_epoch")
     job.attempt(steps=4)
     job.rows = []
-    with pytest.warns(UserWarning, match="gives the rest of its epoch up"):
+    with pytest.warns(UserWarning, match="skips the rest of its epoch"):
         job.attempt(excluded)
     assert sorted(job.rows) == list(range(4, 100))
 

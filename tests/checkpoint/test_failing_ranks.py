@@ -23,7 +23,7 @@ from lakeckpt.checkpoint.report import CaptureWarning, SaveWarning
 from lakeckpt.checkpoint.restore import restorer
 from lakeckpt.errors import (
     AgentError,
-    ArenaTooLarge,
+    ArenaError,
     CheckpointError,
     LakeckptError,
     SaveFailed,
@@ -124,7 +124,7 @@ def _of_engine(name: str, error: Exception) -> Callable[[Rank, pytest.MonkeyPatc
 
 
 a_capture_that_cannot_begin = _of_engine("cut", RuntimeError("the cause"))
-a_capture_without_memory = _of_engine("cut", ArenaTooLarge("the cause"))
+a_capture_without_memory = _of_engine("cut", ArenaError("the cause"))
 a_capture_that_fails_later = _of_engine("_completes", MemoryError("the cause"))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import not_rolled_back, read_history
 from lakeckpt.checkpoint.persist.log import read_log
-from lakeckpt.checkpoint.restore.rollback import before_orders, roll_back, to_be_had
+from lakeckpt.checkpoint.restore.rollback import before_orders, restorable, roll_back
 from lakeckpt.errors import AttemptSuperseded
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager
 from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
@@ -99,7 +99,7 @@ def test_every_restore_succeeds_and_every_row_counts_once_in_any_history(history
         else:
             view = read_log(storage)
             view = before_orders(view) if what == "roll back" else view
-            steps = sorted(one.step for one in to_be_had(storage, view))
+            steps = sorted(one.step for one in restorable(storage, view))
             step = steps[more[0] % len(steps)]
             if what == "roll back":
                 roll_back(storage, step)

@@ -442,6 +442,20 @@ def test_each_try_reads_only_what_is_new_of_the_log() -> None:
     assert max(read.count(f"log/{slot:010d}.lkc") for slot in range(1, 7)) == 2, "once to choose, once to load"
 
 
+def test_of_a_long_log_only_the_newest_entries_are_read_and_more_where_these_are_damaged() -> None:
+    storage = MemoryStorage()
+    go_on, _ = live(storage, keep=200)
+    go_on(79)
+    read: list[str] = []
+    seen = Seen(storage, lambda call, path: read.append(path))
+    assert lakeckpt.load(seen, {"n": Counter()}).step == 80
+    assert 0 < len({one for one in read if one.startswith("log/")}) <= 66
+    for slot in range(11, 81):
+        storage.objects[f"log/{slot:010d}.lkc"] = b"?"
+    with pytest.warns(DamageWarning, match="damage in the run: log/"):
+        assert lakeckpt.load(storage, {"n": Counter()}).step == 10
+
+
 # --- several ranks
 
 

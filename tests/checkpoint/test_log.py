@@ -156,14 +156,14 @@ def test_every_flipped_bit_and_truncation_of_an_entry_is_noticed() -> None:
 
 def test_a_log_of_a_newer_version_is_refused() -> None:
     storage = MemoryStorage()
-    plain = loads(entry_to_bytes(begin(1)), kind="log", supported=(1, 0)).value
+    plain = loads(entry_to_bytes(begin(1)), kind="log", supported=(1, 0))
     storage.put(slot_path(1), [dumps(plain, kind="log", version=(2, 0))])
     with pytest.raises(NewerFormat, match="upgrade"):
         read_log(storage)
 
 
 def crafted(change: Callable[[dict[str, object]], object]) -> bytes:
-    plain = loads(entry_to_bytes(manifest(3, attempt=0, parent=1)), kind="log", supported=(1, 0)).value
+    plain = loads(entry_to_bytes(manifest(3, attempt=0, parent=1)), kind="log", supported=(1, 0))
     change(plain)
     return dumps(plain, kind="log", version=(1, 0))
 

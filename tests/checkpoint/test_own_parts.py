@@ -24,7 +24,7 @@ from lakeckpt.checkpoint.format.parts import PartRecord
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.checkpoint.restore.from_storage import load, load_own
+from lakeckpt.checkpoint.restore.from_storage import fetch_parts, load, load_from, load_own
 from lakeckpt.errors import CheckpointDamaged
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, changed, good, manager, run_ranks
@@ -140,7 +140,7 @@ def test_every_file_is_read_by_some_rank() -> None:
 def test_a_part_that_names_too_few_or_none_has_all_read() -> None:
     storage = saved(4)
     manifest = manifest_of(storage)
-    full = load(storage, manifest, rank=2, world_size=4)
+    full = load_from(storage, manifest, fetch_parts(storage, manifest), rank=2, world_size=4)
     own = load_own(storage, manifest, rank=2)
     assert own is not None and own.specs == full.specs and own.trees == full.trees
     outline = parts_of(storage)[-2].outline
@@ -185,8 +185,8 @@ def placed(rank: int, world_size: int, folder: str) -> None:
         saver.restore()
         saver.step()
     of_all = []
-    whole_load = load_module.load
-    load_module.load = lambda *args, **options: of_all.append(1) or whole_load(*args, **options)
+    whole_load = load_module.load_from
+    load_module.load_from = lambda *args, **options: of_all.append(1) or whole_load(*args, **options)
     for placement in (Shard(0), Shard(1), Replicate()):
         of_all.clear()
         again = objects(placement, torch.zeros(9, 6))

@@ -114,7 +114,7 @@ def json_of(run: Path) -> dict[str, Any]:
     from lakeckpt.wire.envelope import loads
 
     (path,) = (run / "remap").rglob("*.lkc")
-    found: dict[str, Any] = loads(path.read_bytes(), kind="carried-over", supported=(1, 0)).value["reader"]
+    found: dict[str, Any] = loads(path.read_bytes(), kind="carried-over", supported=(1, 0))["reader"]
     return found
 
 

@@ -153,7 +153,7 @@ def test_a_step_that_cannot_be_had_is_refused_with_those_that_can_and_nothing_is
     storage = MemoryStorage()
     job(storage, 6, keep=2)
     before = dict(storage.objects)
-    said = r"step {}: its history has no checkpoint.*can be had: 5 \(slot 5\), 6 \(slot 6\)"
+    said = r"step {}: its history has no checkpoint.*can be restored: 5 \(slot 5\), 6 \(slot 6\)"
     for step in (2, 7):  # removed by retention; never saved
         with pytest.raises(CheckpointNotFound, match=said.format(step)):
             job(storage, 0, step=step)
@@ -161,19 +161,19 @@ def test_a_step_that_cannot_be_had_is_refused_with_those_that_can_and_nothing_is
             roll_back(storage, step)
     assert storage.objects == before
     roll_back(storage, 5)
-    with pytest.raises(CheckpointNotFound, match=r"can be had: 5 \(slot 5\)\."):  # 6 is abandoned
+    with pytest.raises(CheckpointNotFound, match=r"can be restored: 5 \(slot 5\)\."):  # 6 is abandoned
         job(storage, 0, step=6)
-    with pytest.raises(CheckpointNotFound, match=r"can be had: 5 \(slot 5\), 6 \(slot 6\)\."):
+    with pytest.raises(CheckpointNotFound, match=r"can be restored: 5 \(slot 5\), 6 \(slot 6\)\."):
         roll_back(storage, 2)
     job(storage, 1)
-    with pytest.raises(CheckpointNotFound, match=r"can be had: 5 \(slot 5\), 6 \(slot 10\)\."):
+    with pytest.raises(CheckpointNotFound, match=r"can be restored: 5 \(slot 5\), 6 \(slot 10\)\."):
         roll_back(storage, 2)
     for wrong in (-1, 2.0, "5", True):
         with pytest.raises(ConfigError, match="step is the optimizer step"):
             manager(storage, {"n": Counter()}).restore(wrong)
     with pytest.raises(CheckpointNotFound, match="there is no run"):
         roll_back(MemoryStorage(), 0)
-    with pytest.raises(CheckpointNotFound, match="can be had: none"):
+    with pytest.raises(CheckpointNotFound, match="can be restored: none"):
         manager(MemoryStorage(), {"n": Counter()}).restore(3)
 
 

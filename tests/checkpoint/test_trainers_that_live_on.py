@@ -134,7 +134,7 @@ def test_a_step_that_a_trainer_is_removing_is_refused_and_the_trainer_goes_on() 
     live = Trainer(FaultyStorage(storage, before=before), keep=3, small=True)
     for _ in range(6):
         live.save()
-    assert len(told) == 2 and all("can be had: 2 (slot 2), 3 (slot 3), 4 (slot 4)." in one for one in told)
+    assert len(told) == 2 and all("can be restored: 2 (slot 2), 3 (slot 3), 4 (slot 4)." in one for one in told)
     assert live.committed == 6 and not live.superseded
 
 
@@ -151,7 +151,7 @@ def test_a_step_that_is_removed_before_the_claim_costs_the_trainer_nothing() -> 
             live.save()
 
     asks = {"n": Counter(torch.zeros(2)), "reader": Reader(rows=ROWS)}
-    with pytest.raises(CheckpointNotFound, match=r"can be had: 2 \(slot 2\), 3 \(slot 3\)\."):
+    with pytest.raises(CheckpointNotFound, match=r"can be restored: 2 \(slot 2\), 3 \(slot 3\)\."):
         manager(FaultyStorage(storage, before=before), asks).restore(1)
     live.save()
     assert done and live.committed == 4 and not live.superseded

@@ -286,7 +286,7 @@ def test_the_rest_of_an_epoch_whose_version_is_gone_is_given_up_openly(delta: Pa
     table = deltalake.DeltaTable(delta)
     table.optimize.compact()
     table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
-    with pytest.warns(DamageWarning, match="gives the rest of its epoch up"):
+    with pytest.warns(DamageWarning, match="skips the rest of its epoch"):
         rest = train(tmp_path / "run", loader_of(delta, on_version_gone="next_epoch"), epochs=2)
     assert len(rows_of(first)) == 15 and rows_of(rest) == [*range(60)]
     report = audited(tmp_path / "run").readers[0]
@@ -365,7 +365,7 @@ def test_all_ranks_give_an_epoch_up_together(delta: Path) -> None:
     table = deltalake.DeltaTable(delta)
     table.optimize.compact()
     table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
-    with pytest.warns(DamageWarning, match="gives the rest of its epoch up"):
+    with pytest.warns(DamageWarning, match="skips the rest of its epoch"):
         mine, other = run_ranks(2, body)
     assert sorted(mine + other) == [*range(60)]
 
@@ -395,7 +395,7 @@ def test_ranks_that_give_an_epoch_up_read_on_from_the_version_that_rank_0_opened
         assert loader.epoch == 1
         return [row for batch in loader for row in batch["id"].tolist()]
 
-    with pytest.warns(DamageWarning, match="gives the rest of its epoch up"):
+    with pytest.warns(DamageWarning, match="skips the rest of its epoch"):
         mine, other = good(run_ranks(2, go_on))
     assert sorted(mine + other) == [*range(60)]
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lakeckpt.checkpoint.agent.generations import digest_of_run, identity_of
 from lakeckpt.checkpoint.agent.leftovers import kept_in, reclaim, remove_log
 from lakeckpt.checkpoint.agent.logs import log_path, open_log
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.persist.history import read_history
 from tests.checkpoint.agent.rig import DIGEST, fill, make_arena
-from tests.checkpoint.scripts import Script
 
 Ask = Callable[..., tuple[int, Any]]
 Show = Callable[..., tuple[int, str]]
@@ -154,28 +150,6 @@ def test_an_arena_that_is_being_made_is_not_taken_for_a_damaged_one(
     monkeypatch.setattr(ArenaFolder, "_fill", looked_at_meanwhile)
     make_arena(arenas).close()
     assert found == [[]] and len(ArenaFolder(arenas).found()) == 1
-
-
-def test_a_run_that_is_named_is_told_with_what_of_it_is_in_storage(
-    arenas: Path, left: str, good_run: Script, lake: Path, tmp_path: Path, ask: Ask, show: Show
-) -> None:
-    history = read_history(good_run.storage)
-    assert history.run is not None and history.tip is not None
-    digest = digest_of_run(history.run, good_run.storage)
-    log = Path(log_path(str(arenas), digest.hex(), 0))
-    log.write_text("the agent ends")
-    with ArenaFolder(arenas).open(left) as arena:
-        layout = replace(arena.layout, identity=identity_of(digest, rank=0, world_size=1))
-    with ArenaFolder(arenas).create(layout) as arena:
-        fill(arena, 9)
-    status, plain = ask("doctor", "--arenas", arenas, lake.parent / "good")
-    (found,) = plain["arenas"]
-    assert (status, found["in_storage"], found["steps"], plain["logs"]) == (1, history.tip.step, [9], 1)
-    assert ask("doctor", "--arenas", arenas, lake.parent / "good", "--reclaim")[0] == 0
-    assert not log.exists() and (arenas / left).exists(), "only what was named"
-    (tmp_path / "empty").mkdir()
-    status, plain = ask("doctor", "--arenas", arenas, tmp_path / "empty")
-    assert status == 2 and "there is no run at" in plain["error"]["message"]
 
 
 def test_a_folder_that_others_can_open_is_refused(arenas: Path, ask: Ask) -> None:

@@ -140,7 +140,6 @@ def test_what_is_unwise_is_said(tmp_path: Path, lake: Path, ask: Ask, show: Show
         "small row groups",
         "more lanes",
         "drop_last=True drops 100.0 % of each epoch",
-        "no page checksums",
     ]
     status, told = show("plan", tmp_path, "--batch-size", 64)
     assert status == 0 and "tiny files" in told
@@ -152,9 +151,8 @@ def test_giant_row_groups_are_named(lake: Path) -> None:
     giant = sizes.decoded.copy()
     giant[4] = 6 * 10**8
     topology = Topology(world_size=1, workers=0, batch_size=8, num_lanes=None, shuffle=False, window=1, tail="short")
-    sizes, rows = ColumnBytes(names=sizes.names, stored=sizes.stored, decoded=giant), table.index.group_rows
-    facts = plan_facts(table, sizes, topology, rows)
-    warnings = warnings_of(facts, table, sizes, rows, has_checksums=True)
+    sizes = ColumnBytes(names=sizes.names, stored=sizes.stored, decoded=giant)
+    warnings = warnings_of(plan_facts(table, sizes, topology), table, sizes)
     assert [text for text in warnings if "row group 1 of 'part-1.parquet', to 600 MB" in text]
 
 

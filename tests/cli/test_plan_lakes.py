@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,14 +60,9 @@ def test_rows_that_are_deleted_are_told_and_row_groups_without_any_left_cost_not
 
 def test_versions_are_named_as_open_table_names_them(delta: Path, tmp_path: Path, ask: Ask) -> None:
     assert ask("plan", delta, "--version", 0)[1]["rows"] == 100
-    now = datetime.datetime.now(datetime.UTC).isoformat()
-    assert ask("plan", delta, "--timestamp", now)[1]["version"] == "3"
+    assert ask("plan", delta)[1]["version"] == "3"
     assert ask("plan", delta, "--format", "iceberg")[1]["error"]["kind"] == "config"
     assert ask("plan", delta, "--version", "main")[0] == 2
-    assert (
-        "version and timestamp were given"
-        in ask("plan", delta, "--version", 0, "--timestamp", now)[1]["error"]["message"]
-    )
     table = warehouse(tmp_path).create_table("db.t", pa.schema([("id", pa.int64())]))
     for rows in (10, 20):
         table.append(pa.table({"id": range(rows)}))
@@ -77,23 +71,10 @@ def test_versions_are_named_as_open_table_names_them(delta: Path, tmp_path: Path
     table.manage_snapshots().create_tag(first, "start").commit()
     tagged = table.refresh().metadata_location.removeprefix("file://")
     assert ask("plan", metadata)[1]["rows"] == 30
-    for words in (("--snapshot-id", first), ("--version", first), ("--version", "start")):
-        status, plain = ask("plan", tagged, *words)
+    for version in (first, "start"):
+        status, plain = ask("plan", tagged, "--version", version)
         assert (status, plain["format"], plain["version"], plain["rows"]) == (0, "iceberg", str(first), 10)
-        assert plain["version_ms"] == open_table(tagged, snapshot_id=first).index.version.timestamp_ms
-
-
-@pytest.mark.parametrize("dictionary", [True, False])
-@pytest.mark.parametrize("checksums", [True, False])
-def test_a_table_without_page_checksums_is_warned_of(
-    checksums: bool, dictionary: bool, tmp_path: Path, ask: Ask
-) -> None:
-    rows = pa.table({"id": range(100), "text": ["a", "b"] * 50})
-    pq.write_table(rows.slice(0, 0), tmp_path / "0.parquet")
-    pq.write_table(rows, tmp_path / "1.parquet", write_page_checksum=checksums, use_dictionary=dictionary)
-    _, plain = ask("plan", tmp_path, "--batch-size", 10)
-    assert [text for text in plain["warnings"] if "no page checksums" in text] == plain["warnings"]
-    assert len(plain["warnings"]) == (0 if checksums else 1)
+        assert plain["version_ms"] == open_table(tagged, version=first).index.version.timestamp_ms
 
 
 def test_nested_columns_and_those_that_files_lack_are_told_apart(tmp_path: Path, ask: Ask) -> None:

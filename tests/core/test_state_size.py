@@ -18,7 +18,7 @@ TERA = 10**12
 
 def written(state: ReaderState) -> bytes:
     data = dumps(state.to_plain(), kind="state", version=(1, 0))
-    assert ReaderState.from_plain(loads(data, kind="state", supported=(1, 0)).value) == state
+    assert ReaderState.from_plain(loads(data, kind="state", supported=(1, 0))) == state
     return data
 
 

@@ -52,6 +52,7 @@ def test_the_order_of_micro_batches_does_not_depend_on_workers(lake: Path, num_w
     [
         (0, False, {}),
         (0, False, {"batch": 5}),
+        (0, False, {"drop_last": True, "num_lanes": 6}),
         (2, True, {}),
         *(pytest.param(*one, {}, marks=pytest.mark.soak) for one in ((1, False), (3, False))),
     ],

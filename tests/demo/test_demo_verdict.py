@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import pytest
 
-from lakeckpt.demo.picture import draw
 from lakeckpt.demo.records import Launch, Step
 from lakeckpt.demo.scenario import DemoConfig, Fault, Phase
 from lakeckpt.demo.supervise import Death
@@ -177,11 +175,6 @@ def test_a_history_with_a_hole_is_told_as_such() -> None:
 def test_a_run_without_any_launch_is_red() -> None:
     facts = dataclasses.replace(rough(), launches=())
     assert not judge(calm(), facts, LAKE, CLEAN).green
-
-
-def test_no_picture_is_drawn_of_runs_that_left_no_history(tmp_path: Path) -> None:
-    assert not draw(tmp_path / "loss.png", calm(), a_step_nobody_made(rough()), ROWS)
-    assert not (tmp_path / "loss.png").exists()
 
 
 def test_the_verdict_is_plain_json() -> None:

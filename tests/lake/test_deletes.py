@@ -122,7 +122,7 @@ def damaged(change: Callable[[dict[str, Any]], Any]) -> bytes:
     from lakeckpt.wire import envelope as codec
 
     index = with_deletes({0: [1]})
-    value = codec.loads(index.dumps(), kind=module.KIND, supported=module.VERSION).value
+    value = codec.loads(index.dumps(), kind=module.KIND, supported=module.VERSION)
     change(value)
     return codec.dumps(value, kind=module.KIND, version=module.VERSION)
 

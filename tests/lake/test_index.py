@@ -202,7 +202,7 @@ def test_an_index_whose_parts_do_not_agree_is_refused(changes: dict[str, Any], w
 
 def rewritten(change: Callable[[dict[str, Any]], object]) -> bytes:
     """A document that is intact as such, but says something else."""
-    value = codec.loads(index_of(FILES).dumps(), kind=module.KIND, supported=module.VERSION).value
+    value = codec.loads(index_of(FILES).dumps(), kind=module.KIND, supported=module.VERSION)
     change(value)
     return codec.dumps(value, kind=module.KIND, version=module.VERSION)
 

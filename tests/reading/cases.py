@@ -95,7 +95,7 @@ def types(draw: st.DrawFn, depth: int = 2) -> tuple[pa.DataType, st.SearchStrate
     if shape == "map":
         key = draw(st.sampled_from([pa.string(), pa.int32()]))
         return pa.map_(key, item), st.lists(st.tuples(LEAVES[key], values), max_size=3)
-    make = draw(st.sampled_from([pa.list_, pa.large_list, pa.list_view, pa.large_list_view]))
+    make = draw(st.sampled_from([pa.list_, pa.large_list]))
     return make(item), st.lists(values, max_size=3)
 
 

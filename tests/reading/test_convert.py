@@ -302,11 +302,6 @@ def test_extension_types_are_read_as_their_storage() -> None:
     assert convert(table_of(inside))["x"].values.shape == (1, 16)
 
 
-def test_run_end_encoded_columns_are_read_as_their_values() -> None:
-    runs = pa.RunEndEncodedArray.from_arrays(pa.array([2, 3], pa.int32()), pa.array(["x", None])).slice(1)
-    assert to_pylist(convert(table_of(runs), nulls="mask"), "x") == ["x", None]
-
-
 UNION = pa.dense_union([pa.field("a", pa.int8())])
 
 

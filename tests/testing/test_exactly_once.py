@@ -20,6 +20,7 @@ from tests.testing.wrong_loaders import UNTRACKED, WRONG, Wrapped, make_of
 
 SPEC = LakeSpec(files=((7, 0, 5), (), (9, 4)), columns=("string",))
 FEW = ((2, 0), (1, 0), (3, 0))
+NAMES = {"Attempt": Attempt, "Topology": Topology}
 
 
 @pytest.fixture
@@ -160,7 +161,7 @@ def _named(name: str) -> type[Wrapped]:
 def test_failures_are_told_with_the_smallest_history_found(lake: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         assert_exactly_once(make_of(_named("ForgetsTheState"), lake), topologies=FEW)
-    history = eval(re.search(r"\[\n.*?\n    \]", str(caught.value), re.DOTALL).group(0), {"Attempt": Attempt})  # type: ignore[union-attr]
+    history = eval(re.search(r"\[\n.*?\n    \]", str(caught.value), re.DOTALL).group(0), NAMES)  # type: ignore[union-attr]
     assert history == [Attempt(topology=(2, 0), steps=1), Attempt(topology=(2, 0))]
 
 
@@ -170,7 +171,7 @@ def test_failures_are_told_with_the_smallest_history_found(lake: Path) -> None:
     )
 )
 def test_histories_print_as_the_source_that_makes_them(history: list[Attempt]) -> None:
-    assert eval(repr(history), {"Attempt": Attempt}) == history
+    assert eval(repr(history), NAMES) == history
 
 
 @pytest.mark.soak

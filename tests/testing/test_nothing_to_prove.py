@@ -157,5 +157,8 @@ def test_no_such_attempt(changes: dict[str, Any]) -> None:
 
 def test_integers_of_numpy_are_integers(lake: Path) -> None:
     assert Topology(world_size=np.int64(2)) == Topology(world_size=2)  # type: ignore[arg-type]
-    assert repr(Attempt(topology=(np.int64(2), 0), steps=np.int64(3))) == "Attempt(topology=(2, 0), steps=3)"  # type: ignore[arg-type]
+    assert (
+        repr(Attempt(topology=(np.int64(2), 0), steps=np.int64(3)))
+        == "Attempt(topology=Topology(world_size=2, num_workers=0, options={}), steps=3, lost=0)"
+    )  # type: ignore[arg-type]
     assert_exactly_once(make_of(None, lake), topologies=ONE, offsets=np.int64(1), chains=np.int64(0))  # type: ignore[arg-type]

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.errors import UnsupportedValue
-from lakeckpt.wire.envelope import dumps, dumps_map, loads, payload_of
+from lakeckpt.wire.envelope import dumps, dumps_map, loads
+from lakeckpt.wire.values import pack
 from tests.wire.crafted import KIND, VERSION
 from tests.wire.sameness import same
 from tests.wire.strategies import values
@@ -24,7 +25,7 @@ Point = namedtuple("Point", "x y")
 
 
 def again(value: object) -> Any:
-    return loads(dumps(value, kind=KIND, version=VERSION), kind=KIND, supported=VERSION).value
+    return loads(dumps(value, kind=KIND, version=VERSION), kind=KIND, supported=VERSION)
 
 
 @given(values)
@@ -34,7 +35,7 @@ def test_every_value_of_the_closed_list_comes_back_as_it_was(value: object) -> N
 
 @given(st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=9), values, max_size=5))
 def test_a_dict_made_of_known_payloads_is_the_same_document(value: dict[str, Any]) -> None:
-    made = dumps_map({key: payload_of(one) for key, one in value.items()}, kind=KIND, version=VERSION)
+    made = dumps_map({key: pack(one) for key, one in value.items()}, kind=KIND, version=VERSION)
     assert made == dumps(value, kind=KIND, version=VERSION)
 
 
@@ -82,7 +83,7 @@ def test_random_states_of_python_and_numpy_come_back_whole() -> None:
 
 def test_an_array_that_came_back_is_writable_and_shares_nothing() -> None:
     data = dumps(np.arange(5), kind=KIND, version=VERSION)
-    first, second = (loads(data, kind=KIND, supported=VERSION).value for _ in range(2))
+    first, second = (loads(data, kind=KIND, supported=VERSION) for _ in range(2))
     first[:] = 7
     assert second.tolist() == [0, 1, 2, 3, 4]
 

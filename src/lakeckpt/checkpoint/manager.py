@@ -33,7 +33,6 @@ from lakeckpt.checkpoint.policy import Policy, policy_of
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of, text_of_policy
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks, RestoreReport, SaveHandle, SaveWarning
 from lakeckpt.checkpoint.restore.restorer import Restorer
-from lakeckpt.checkpoint.restore.votes import Together
 from lakeckpt.checkpoint.schedule import Schedule
 from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.errors import ConfigError, LakeckptError, SaveFailed, SaveSkipped
@@ -41,6 +40,7 @@ from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.readers import TrackedReader
+from lakeckpt.tracking.votes import Together
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 
 if TYPE_CHECKING:

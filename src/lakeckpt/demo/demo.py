@@ -2,7 +2,7 @@
 
 The demo builds a lake from the source text of Python's standard library and trains on it with torchrun twice: once
 undisturbed, and once while ranks are killed. The second run is compared with the first, and with the ids that the
-training loop itself recorded. The result goes to the terminal, to ``verdict.json`` and to ``loss.png``.
+training loop itself recorded. The result goes to the terminal and to ``verdict.json``.
 
 The demo takes nothing from the network and touches nothing outside of its output folder. The folder is made anew each
 time, and only if it is empty or was made by an earlier demo.
@@ -11,7 +11,6 @@ time, and only if it is empty or was made by an earlier demo.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -20,7 +19,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from lakeckpt.demo.lake import build_lake, lake_ids
-from lakeckpt.demo.picture import draw
 from lakeckpt.demo.records import read_launches
 from lakeckpt.demo.scenario import DemoConfig, Phase, scenario_for, steps_per_epoch
 from lakeckpt.demo.supervise import DemoFailed, run_job
@@ -40,8 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo. Return 0 if the verdict is green, 1 if it is red."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the demo draws with matplotlib, which is missing: pip install 'lakeckpt[demo]'")
     size = {"rows": 512, "kills": 3, "save_every": 4} if args.short else {"rows": None, "kills": 5, "save_every": 32}
     return 0 if run_demo(Path(args.out), **size) else 1
 
@@ -80,10 +76,8 @@ def run_demo(out: Path, *, rows: int | None, kills: int, save_every: int, sabota
         return False
     verdict = judge(*jobs, lake_ids(lake), audited(faulted))
     (out / "verdict.json").write_text(json.dumps({"green": verdict.green, **asdict(verdict)}, indent=1) + "\n")
-    draw(out / "loss.png", *jobs, count)
     _print_verdict(verdict, jobs[1], time.monotonic() - began)
-    for line in (out / "verdict.json", out / "loss.png"):
-        print(f"  {line}")
+    print(f"  {out / 'verdict.json'}")
     print(f"  lakeckpt audit {os.path.relpath(faulted.checkpoints)}")
     return verdict.green
 

@@ -1,8 +1,8 @@
 """This module builds the table that the demo trains on, from the source text of Python's standard library.
 
 The text is joined in the order of the paths and cut into blocks of 4 KiB. A row is one block: ``id`` (int64,
-0 .. rows - 1) and ``tokens`` (a fixed-size list of uint8). Files and row groups get uneven sizes by a fixed rule, so
-one Python always gives one lake.
+0 .. rows - 1) and ``tokens`` (a fixed-size list of uint8). Files get uneven sizes by a fixed rule, so one Python always
+gives one lake. The last row group of a file is smaller than the others.
 
 `lake_ids` reads the lake with pyarrow alone, because the verdict is compared with these ids.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +24,7 @@ __all__ = ["build_lake", "lake_ids"]
 
 _SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
 _FILE_SHARES = (13, 5, 21, 8, 3, 17, 11, 22)
-_GROUP_SHARES = (7, 2, 11, 5, 3, 13, 9)
-_GROUP_ROWS = 320
+_GROUPS = 48
 _FEWEST_ROWS = 64
 
 
@@ -51,12 +49,10 @@ def build_lake(folder: Path, *, block: int = 4096, max_rows: int | None = None, 
         )
     data = np.frombuffer(text.ljust(rows * block, b"\n"), dtype=np.uint8).reshape(rows, block)
     folder.mkdir(parents=True)
-    first = 0
-    for number, size in enumerate(_uneven(rows, _FILE_SHARES, len(_FILE_SHARES))):
-        with pq.ParquetWriter(folder / f"part-{number:03d}.parquet", _schema(block)) as writer:
-            for count in _uneven(size, _GROUP_SHARES, max(2, round(size / _GROUP_ROWS))):
-                writer.write_table(_table(data, first, count), row_group_size=count)
-                first += count
+    borders = np.cumsum([0, *_FILE_SHARES]) * rows // sum(_FILE_SHARES)
+    for number, (first, stop) in enumerate(itertools.pairwise(borders.tolist())):
+        table = _table(data[first:stop], first)
+        pq.write_table(table, folder / f"part-{number:03d}.parquet", row_group_size=-(-rows // _GROUPS))
     return rows
 
 
@@ -77,20 +73,10 @@ def _text(root: Path, limit: int | None) -> bytes:
     return b"".join(pieces)[:limit]
 
 
-def _uneven(total: int, shares: Sequence[int], parts: int) -> list[int]:
-    """Cut ``total`` into ``parts`` sizes in the proportion of ``shares``, which are cycled. Sizes of 0 are dropped."""
-    cycle = [shares[i % len(shares)] for i in range(parts)]
-    borders = [round(total * share / sum(cycle)) for share in np.cumsum([0, *cycle]).tolist()]
-    return [b - a for a, b in itertools.pairwise(borders) if b > a]
-
-
-def _schema(block: int) -> pa.Schema:
-    tokens = pa.list_(pa.field("element", pa.uint8(), nullable=False), block)
-    return pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("tokens", tokens, nullable=False)])
-
-
-def _table(data: npt.NDArray[np.uint8], first: int, count: int) -> pa.Table:
-    schema = _schema(data.shape[1])
-    flat = pa.array(data[first : first + count].reshape(-1))
-    tokens = pa.FixedSizeListArray.from_arrays(flat, type=schema.field("tokens").type)
-    return pa.Table.from_arrays([pa.array(np.arange(first, first + count)), tokens], schema=schema)
+def _table(blocks: npt.NDArray[np.uint8], first: int) -> pa.Table:
+    """Return ``blocks``, uint8[rows, block], as rows whose ids count from ``first``."""
+    rows, block = blocks.shape
+    kind = pa.list_(pa.field("element", pa.uint8(), nullable=False), block)
+    tokens = pa.FixedSizeListArray.from_arrays(pa.array(blocks.reshape(-1)), type=kind)
+    schema = pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("tokens", kind, nullable=False)])
+    return pa.Table.from_arrays([pa.array(np.arange(first, first + rows)), tokens], schema=schema)

@@ -139,29 +139,23 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _launch(launch: int, paths: Sequence[Path]) -> Launch | None:
-    starts: list[dict[str, Any]] = []
-    parts: dict[int, dict[int, dict[str, Any]]] = {}
-    ended = False
-    for rank, path in enumerate(paths):
-        for event in _lines(path):
-            if event["kind"] == "start":
-                starts.append(event)
-            elif event["kind"] == "step":
-                parts.setdefault(event["step"], {})[rank] = event
-            elif event["kind"] == "end":
-                ended = True
-    if not starts or len(starts) < starts[0]["world_size"]:
+    """Join the files of all ranks; None where a rank was killed before it had restored."""
+    events = [(rank, event) for rank, path in enumerate(paths) for event in _lines(path)]
+    starts = [event for _, event in events if event["kind"] == "start"]
+    world_size = starts[0]["world_size"] if starts else 1
+    if len(starts) < world_size:
         return None
+    steps: dict[int, dict[int, dict[str, Any]]] = {}
+    for rank, event in events:
+        if event["kind"] == "step":
+            steps.setdefault(event["step"], {})[rank] = event
+    whole = {number: by_rank for number, by_rank in sorted(steps.items()) if len(by_rank) == world_size}
     return Launch(
         launch=launch,
-        world_size=starts[0]["world_size"],
+        world_size=world_size,
         restored=_same(launch, "restored", starts),
-        steps={
-            number: _join(launch, number, by_rank)
-            for number, by_rank in sorted(parts.items())
-            if len(by_rank) == starts[0]["world_size"]
-        },
-        ended=ended,
+        steps={number: _join(launch, number, by_rank) for number, by_rank in whole.items()},
+        ended=any(event["kind"] == "end" for _, event in events),
     )
 
 

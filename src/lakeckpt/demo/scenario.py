@@ -47,14 +47,10 @@ class Fault:
     whole_job: bool = False
 
     @property
-    def who(self) -> str:
-        """Which processes are killed, in words."""
-        return "the whole job" if self.whole_job else f"rank {self.rank}"
-
-    @property
     def title(self) -> str:
         """The fault, in words."""
-        return f"{self.who}, step {self.step}: {POINTS[self.point]}"
+        victims = "the whole job" if self.whole_job else f"rank {self.rank}"
+        return f"{victims}, step {self.step}: {POINTS[self.point]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,13 +43,6 @@ class Topology:
             raise ConfigError(f"a topology is (world_size, num_workers) or (…, options), got {value!r}")
         return cls(world_size=value[0], num_workers=value[1], options=value[2] if len(value) == 3 else {})
 
-    def __repr__(self) -> str:
-        return f"Topology({self._arguments()})"
-
-    def _arguments(self) -> str:
-        options = f", options={dict(self.options)!r}" if self.options else ""
-        return f"world_size={self.world_size}, num_workers={self.num_workers}{options}"
-
 
 TopologyLike: TypeAlias = Topology | tuple[int, int] | tuple[int, int, Mapping[str, Any]]
 
@@ -73,18 +66,13 @@ class Attempt:
         object.__setattr__(self, "lost", count("an attempt's lost steps", self.lost, least=0))
         object.__setattr__(self, "topology", Topology.of(self.topology))
 
-    def __repr__(self) -> str:
-        shape = Topology.of(self.topology)
-        short = (shape.world_size, shape.num_workers, *([dict(shape.options)] if shape.options else []))
-        lost = f", lost={self.lost}" if self.lost else ""
-        return f"Attempt(topology={short!r}, steps={self.steps}{lost})"
-
 
 def script(history: Sequence[Attempt], arguments: Iterable[str] = ()) -> str:
     """Return Python that replays ``history``; ``arguments`` are further arguments of `replay`, as source."""
     lines = "".join(f"        {attempt!r},\n" for attempt in history)
     more = "".join(f"    {argument},\n" for argument in arguments)
-    return f"from lakeckpt.testing import Attempt, replay\n\nreplay(\n    make_loader,\n    [\n{lines}    ],\n{more})\n"
+    imports = "from lakeckpt.testing import Attempt, Topology, replay"
+    return f"{imports}\n\nreplay(\n    make_loader,\n    [\n{lines}    ],\n{more})\n"
 
 
 def count(name: str, value: Any, *, least: int, otherwise: str = "") -> int:

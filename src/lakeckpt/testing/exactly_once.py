@@ -50,14 +50,16 @@ def assert_exactly_once(
         make_loader: called as ``make_loader(rank, world_size, num_workers, **options)``; returns a new
             `lakeckpt.LakeLoader` over a new `lakeckpt.LakeDataset` made with these ``rank`` and ``world_size`` (or the
             dataset itself, or a torchdata ``StatefulDataLoader`` over one, which goes on with as many ranks and workers
-            as it had: give it one topology at a time). Small tables: every restore reads the rest of the epoch.
+            as it had: give it one topology at a time). Only a `LakeLoader` can be checked with ``drop_last=True``.
+            Small tables: every restore reads the rest of the epoch.
         topologies: (ranks, workers), or (ranks, workers, options), or `Topology`; all ranks run in this process. A
             loader that has not the ``num_workers`` that its topology asks for is refused.
         offsets: at how many steps of an epoch to restore, evenly spread: 1 or more, or ``"all"``.
         chains: how many random histories of several checkpoints, crashes and topologies to replay.
         key: what tells rows apart: None, whole rows; a column; or a function from an item to the keys of its rows.
             A column's rows are held to the table's, batch by batch: where a transform drops, makes or reorders rows, or
-            gives something else than columns, only a function will do.
+            gives something else than columns, only a function will do. With ``drop_last=True`` it gives one key for
+            each row.
         expected: the keys of one epoch. None: those of the table; where a transform or ``key`` made them incomparable,
             those of one run without a restore.
         seed: chooses the histories.
@@ -283,9 +285,9 @@ class _Law:
             run()
         except ConfigError:
             raise
-        except Exception as error:  # a loader that fails breaks the law as well, and is told with its history
+        except Exception as error:  # a loader that fails breaks the law as well, and is reported with its history
             smallest, reason = self._shrunk(list(history), error) if shrink else (list(history), error)
-            raise AssertionError(self._told(smallest, reason)) from reason
+            raise AssertionError(self._message(smallest, reason)) from reason
 
     def _shrunk(self, history: list[Attempt], reason: Exception) -> tuple[list[Attempt], Exception]:
         """Return the smallest history found that still breaks the law, and how it does."""
@@ -304,7 +306,7 @@ class _Law:
                     break
         return history, reason
 
-    def _told(self, history: list[Attempt], error: Exception) -> str:
+    def _message(self, history: list[Attempt], error: Exception) -> str:
         what = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
         arguments = [] if self._key is None else [f"key={self._key!r}" if isinstance(self._key, str) else "key=key"]
         return (

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import Plan, consumed, replan, start
+from lakeckpt.core.plan import Plan, consumed
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import FORMAT, ReaderState
+from lakeckpt.core.state import ReaderState
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.loader import LakeLoader
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing.attempts import Topology
 from lakeckpt.testing.observed import Observed, Violation
-from lakeckpt.testing.receipt_laws import TrueRows, check_receipts, dealt, most_dropped, planned_drop
+from lakeckpt.testing.receipt_laws import TrueRows, check_receipts, dealt, planned_drop
 from lakeckpt.testing.row_keys import Key, RowKeys
 
 __all__ = ["Job", "MakeLoader", "Saved", "Step"]
@@ -71,15 +71,14 @@ class Job:
         self.dataset = _dataset_of(self.loaders[0])
         _check_workers(self.loaders, topology)
         self.tracked = isinstance(self.loaders[0], LakeLoader) or hasattr(self.loaders[0], "last_receipt")
+        if not self.tracked:
+            _check_drops_nothing(self.loaders[0], self.dataset)
         self._true_rows = None if groups is None else TrueRows(self.dataset, groups)
         single = self.dataset.row_wise and getattr(self.loaders[0], "batch_size", None) is None
         self.keys = RowKeys(self.dataset, key, single=single)
-        self._most_rows = _rows_of_an_item(self.loaders[0], self.dataset)
-        self._saved = saved
         if saved is not None:
             self._restore(saved)
-        self.first_epoch = int(getattr(self.loaders[0], "epoch", self.dataset.epoch)) if saved is None else 0
-        self.epoch = self.first_epoch if saved is None else saved.epoch
+        self.epoch = int(getattr(self.loaders[0], "epoch", self.dataset.epoch)) if saved is None else saved.epoch
         self._iterators: list[Iterator[Any]] = []
         self._ended: list[int] = []
         self._plan: Plan | None = None
@@ -153,8 +152,6 @@ class Job:
             keys.append(tuple(found))
             if item is _END:
                 continue
-            if self._true_rows is None and len(found) > self._most_rows:
-                self.observed.most_keys = max(self.observed.most_keys, len(found))
             if not self.tracked:
                 self.observed.add(self.epoch, found)
                 continue
@@ -171,6 +168,8 @@ class Job:
         own = getattr(item, "receipt", None)
         if own is not None and own != receipt:
             raise Violation(f"batch.receipt is {own}, but the loader's last_receipt is {receipt}")
+        if self._true_rows is None and self.dataset.identity.tail == "drop":
+            _check_one_key_each(found, receipt)
         if self._true_rows is not None and self._plan is not None:
             self._true_rows.check(found, receipt, self._plan)
         spans = receipt.spans
@@ -211,11 +210,11 @@ class Job:
         claimed = consumed(state)
         epochs = set(claimed) if state.identity.endless else {state.epoch}
         for epoch in epochs:
-            said, seen = claimed.get(epoch, Intervals.empty()), self.observed.positions.get(epoch, Intervals.empty())
-            if said != seen:
+            stated, seen = claimed.get(epoch, Intervals.empty()), self.observed.positions.get(epoch, Intervals.empty())
+            if stated != seen:
                 raise Violation(
-                    f"epoch {epoch}: the state says that positions {said} were consumed, and receipts were of {seen}; "
-                    f"too many: {said.difference(seen)}, too few: {seen.difference(said)}"
+                    f"epoch {epoch}: the state says that positions {stated} were consumed, and receipts name {seen}; "
+                    f"too many: {stated.difference(seen)}, too few: {seen.difference(stated)}"
                 )
 
     # --- ends
@@ -230,38 +229,8 @@ class Job:
             raise Violation(f"epoch {ended} has ended, and its positions {missing} were never given")
 
     def may_miss(self) -> int:
-        """Return how many keys the epoch that has ended may lack, because ``drop_last=True`` drops rows.
-
-        A row has one key. If items gave more keys than they have rows, an item counts as many keys as the largest gave.
-        """
-        identity = self.dataset.identity
-        if identity.endless or identity.tail != "drop":
-            return 0
-        rows = planned_drop(self._plan) if self._plan is not None else self._dropped_untracked()
-        items = -(-rows // self._most_rows)
-        return items * self.observed.most_keys if self.observed.most_keys else rows
-
-    def _dropped_untracked(self) -> int:
-        """Return how many rows are dropped by the plan that this job began with. If the state was re-cut, return the
-        bound: workers may have gone on by the plan before."""
-        ended, now = self.epoch - 1, _state_in(self.loaders[0].state_dict()).segment
-        topology = {"num_lanes": now.num_lanes, "batch_size": now.batch_size, "world_size": now.world_size}
-        state = None if self._saved is None else _state_in(self._saved.states[0])
-        if state is None or state.epoch != ended:
-            state = start(self.dataset.identity, epoch=ended, **topology)
-        state = replan(state, **topology)
-        return planned_drop(Plan(state)) if state.base is None else most_dropped(state)
-
-
-def _state_in(state: Mapping[str, Any]) -> ReaderState:
-    """Return the reader state in ``state``; of a StatefulDataLoader with workers, that of one of them."""
-    todo = [state]
-    while todo:
-        one = todo.pop()
-        if one.get("format") == FORMAT:
-            return ReaderState.from_plain(one)
-        todo += [value for value in one.values() if isinstance(value, Mapping)]
-    raise Violation("the loader's state holds no reader state")
+        """Return how many rows the epoch that has ended may lack, because ``drop_last=True`` drops rows."""
+        return 0 if self._plan is None or self.endless else planned_drop(self._plan)
 
 
 def _dataset_of(loader: Any) -> LakeDataset:
@@ -293,10 +262,20 @@ def _check_workers(loaders: list[Any], topology: Topology) -> None:
             )
 
 
-def _rows_of_an_item(loader: Any, dataset: LakeDataset) -> int:
-    """Return how many rows an item of ``loader`` has at most."""
-    dealt_at_once = dataset.batch_size or 1
-    return dealt_at_once if loader is dataset else dealt_at_once * (getattr(loader, "batch_size", None) or 1)
+def _check_drops_nothing(loader: Any, dataset: LakeDataset) -> None:
+    if dataset.identity.tail == "drop":
+        raise ConfigError(
+            f"drop_last=True drops rows, and a {type(loader).__name__} has no last_receipt, and nobody knows which: "
+            "check it with drop_last=False, or check a LakeLoader"
+        )
+
+
+def _check_one_key_each(keys: list[Hashable], receipt: Receipt) -> None:
+    if len(keys) > receipt.rows:
+        raise ConfigError(
+            f"key= gave {len(keys)} keys for a batch of {receipt.rows} rows, and drop_last=True drops rows, so that "
+            "nobody knows how many keys an epoch may lack: return one key for each row, or check with drop_last=False"
+        )
 
 
 def _as_json(state: Any) -> Mapping[str, Any]:

@@ -27,16 +27,11 @@ class Observed:
     """epoch → how often each row was consumed."""
     positions: dict[int, Intervals] = field(default_factory=dict)
     """epoch → positions that receipts name as consumed."""
-    most_keys: int = 0
-    """The most keys of an item; 0 while no item gave more keys than it has rows."""
 
     def copy(self) -> Observed:
         """Return a copy that counts separately."""
-        return Observed(
-            rows={epoch: Counter(rows) for epoch, rows in self.rows.items()},
-            positions=dict(self.positions),
-            most_keys=self.most_keys,
-        )
+        rows = {epoch: Counter(rows) for epoch, rows in self.rows.items()}
+        return Observed(rows=rows, positions=dict(self.positions))
 
     def add(self, epoch: int, keys: Iterable[Hashable]) -> None:
         """Note that rows of ``epoch`` were consumed."""

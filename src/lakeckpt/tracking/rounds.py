@@ -84,7 +84,7 @@ def facts_to_bytes(facts: Mapping[str, str]) -> bytes:
 
 def facts_from_bytes(data: bytes) -> Mapping[str, str]:
     """Return the facts that `facts_to_bytes` made ``data`` of. Raises `WireError` for anything else."""
-    plain = loads(data, kind="facts", supported=_VERSION).value
+    plain = loads(data, kind="facts", supported=_VERSION)
     facts: Mapping[str, str] = from_plain(Mapping[str, str], plain, "the facts of a rank")
     return facts
 
@@ -97,7 +97,7 @@ def answer_to_bytes(answer: Tally | LakeckptError) -> bytes:
 
 def tally_from_bytes(data: bytes) -> Tally:
     """Return the tally of the answer in ``data``, or raise its error. Raises `WireError` for anything else."""
-    answer: _Answer = from_plain(_Answer, loads(data, kind="answer", supported=_VERSION).value, "an answer of rank 0")
+    answer: _Answer = from_plain(_Answer, loads(data, kind="answer", supported=_VERSION), "an answer of rank 0")
     if answer.tally is None:
         raise error_from_text(answer.error)
     return answer.tally

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -33,27 +32,17 @@ from lakeckpt.wire.values import Payload, TensorRef, join_payloads, pack, unpack
 __all__ = [
     "CHECKSUM_BYTES",
     "MAGIC",
-    "Document",
     "Payload",
     "TensorRef",
     "dumps",
     "dumps_map",
     "loads",
-    "payload_of",
 ]
 
 MAGIC = b"LAKECKPT"
 CHECKSUM_BYTES = 16
 _ENVELOPE = 1
 _HEADER = struct.Struct(">8sBBHHHQ")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """A document that was read: its value, and the (major, minor) version that its writer gave it."""
-
-    value: Any
-    version: tuple[int, int]
 
 
 def dumps(value: object, *, kind: str, version: tuple[int, int], root: str = "") -> bytes:
@@ -67,13 +56,8 @@ def dumps(value: object, *, kind: str, version: tuple[int, int], root: str = "")
     return _document(pack(value, root=root), kind=kind, version=version)
 
 
-def payload_of(value: object, *, root: str = "") -> Payload:
-    """Return the bytes of ``value`` inside of a dict, for `dumps_map`. Raises as `dumps` does."""
-    return pack(value, root=root)
-
-
 def dumps_map(payloads: Mapping[str, Payload], *, kind: str, version: tuple[int, int]) -> bytes:
-    """Return the document of a dict whose values are `payload_of` something: the same bytes as `dumps` makes."""
+    """Return the document of a dict, the same bytes as `dumps` makes. `lakeckpt.wire.values.pack` packed its values."""
     return _document(join_payloads(payloads), kind=kind, version=version)
 
 
@@ -85,7 +69,7 @@ def _document(payload: bytes, *, kind: str, version: tuple[int, int]) -> bytes:
     return b"".join((head, payload, checksum.digest()))
 
 
-def loads(data: bytes | bytearray | memoryview, *, kind: str, supported: tuple[int, int]) -> Document:
+def loads(data: bytes | bytearray | memoryview, *, kind: str, supported: tuple[int, int]) -> Any:
     """Return the value of a document, verified. ``supported``: the newest (major, minor) version that the caller reads.
 
     Arrays are writable and share nothing with ``data``.
@@ -112,8 +96,7 @@ def loads(data: bytes | bytearray | memoryview, *, kind: str, supported: tuple[i
             f"this {kind} document has format {major}.{minor} and this lakeckpt reads up to {supported[0]}.x: "
             "upgrade lakeckpt to read it"
         )
-    value = unpack(view[start : start + payload_bytes], what=f"{kind} document")
-    return Document(value=value, version=(major, minor))
+    return unpack(view[start : start + payload_bytes], what=f"{kind} document")
 
 
 def _verify(view: memoryview, kind: str) -> None:

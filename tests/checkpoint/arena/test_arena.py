@@ -25,7 +25,7 @@ from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
-from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaTooLarge
+from lakeckpt.errors import ArenaDamaged, ArenaError
 
 SLICE, SLICES = 64, 5
 
@@ -573,7 +573,7 @@ def test_a_file_system_whose_files_need_names_is_refused(folder: ArenaFolder, mo
 
 
 def test_an_arena_that_does_not_fit_is_refused_with_what_it_takes(folder: ArenaFolder) -> None:
-    with pytest.raises(ArenaTooLarge, match=r"3 generations of 1048576\.00 GiB"):
+    with pytest.raises(ArenaError, match=r"3 generations of 1048576\.00 GiB"):
         folder.create(layout(data_bytes=2**50, slice_bytes=2**30))
     assert folder.found() == []
 

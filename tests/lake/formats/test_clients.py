@@ -12,6 +12,8 @@ from deltalake import write_deltalake
 from lakeckpt import open_table
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.formats.clients import object_store_options
+from lakeckpt.lake.formats.iceberg.io import storage_options_of
+from lakeckpt.lake.storage.object_store import ObjectStorage
 from tests.lake.conftest import CANARY, S3
 
 
@@ -70,3 +72,35 @@ def test_credentials_of_the_environment_and_of_profiles_open_a_table(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CANARY)
     table = open_table(place)
     assert table.num_rows == 3 and CANARY not in repr(table)
+
+
+def test_properties_of_a_catalog_are_passed_on_by_the_names_of_our_options() -> None:
+    given = {"client.region": "a", "client.access-key-id": "K", "client.secret-access-key": "S", "s3.region": "r"}
+    more = {
+        "s3.force-virtual-addressing": "true",
+        "s3.anonymous": "False",
+        "s3.connect-timeout": 5,
+        "adls.sas-token": "x",
+    }
+    told = storage_options_of({**given, **more}, "s3a://b/t")
+    assert told == {
+        "region": "r",
+        "access_key_id": "K",
+        "secret_access_key": "S",
+        "force_virtual_addressing": True,
+        "anonymous": False,
+    }
+    ObjectStorage("s3://b/t", storage_options=told)
+    azure = {"adls.account-name": "a", "adls.sas-token": "sv=1&sig=x"}
+    assert storage_options_of(azure, "abfss://c@a/t") == {"account_name": "a", "sas_token": "sv=1&sig=x"}
+    assert storage_options_of(given, "/lake/t") is storage_options_of({}, "gs://b/t") is None
+
+
+@pytest.mark.parametrize(
+    "name", ["s3.signer", "s3.role-arn", "client.role-arn", "gcs.oauth2.token", "adls.connection-string"]
+)
+def test_properties_that_only_pyicebergs_clients_know_are_refused_by_name(name: str) -> None:
+    place = {"gcs": "gs://b/t", "adls": "abfss://c@a/t"}.get(name.partition(".")[0], "s3://b/t")
+    with pytest.raises(ConfigError, match=f"the catalog sets '{name}'") as caught:
+        storage_options_of({name: CANARY}, place)
+    assert CANARY not in str(caught.value)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
-import os
 import shutil
 import traceback
 from collections import Counter
@@ -40,46 +38,23 @@ def test_features_that_we_do_not_know_are_refused_by_name(root: Path, feature: s
     assert open_table(root, version=0).num_rows == 3
 
 
-def test_versions_are_named_by_number_and_by_time(root: Path) -> None:
+def test_versions_are_named_by_number(root: Path) -> None:
     for number in range(4):
         write(root, of(number, 1), mode="append")
-        os.utime(root / "_delta_log" / f"{number:020}.json", (1000 * (number + 1),) * 2)
-
-    def rows_at(second: float) -> int:
-        return open_table(root, timestamp=datetime.datetime.fromtimestamp(second, UTC)).num_rows
-
-    assert [rows_at(second) for second in (1000, 1999.999, 2000, 3500, 1e9)] == [1, 1, 2, 3, 4]
-    assert open_table(root, timestamp="1970-01-01T01:33:20+01:00").index.version.name == "1"
-    with pytest.raises(TableNotFound, match=r"no version as old as .*version 0"):
-        rows_at(999)
+    assert [open_table(root, version=number).num_rows for number in range(4)] == [1, 2, 3, 4]
     assert open_table(root).index.version.table_id == DeltaTable(str(root)).metadata().id
     for wrong, error in ((9, TableNotFound), (-1, ConfigError), ("1", ConfigError)):
         with pytest.raises(error, match=r"version.*[91]"):
             open_table(root, version=wrong)
-    with pytest.raises(ConfigError, match="named by version or timestamp"):
-        open_table(root, snapshot_id=1)
 
 
-def test_times_are_those_of_the_commits_where_the_table_has_them(root: Path) -> None:
-    write(root, of(0, 2))
-    lines = (root / "_delta_log" / f"{0:020}.json").read_text().splitlines()
-    metadata = next(json.loads(line) for line in lines if "metaData" in line)
-    metadata["metaData"]["configuration"] = {
-        "delta.enableInCommitTimestamps": "true",
-        "delta.inCommitTimestampEnablementVersion": "1",
-        "delta.inCommitTimestampEnablementTimestamp": "5000000",
-    }
-    (path,) = adds(root)
-    protocol = {"protocol": {"minReaderVersion": 1, "minWriterVersion": 7, "writerFeatures": ["inCommitTimestamp"]}}
-    for number, actions in ((1, [protocol, metadata]), (2, [{"remove": {"path": path, "dataChange": True}}])):
-        info = {"commitInfo": {"inCommitTimestamp": 5_000_000 * number, "operation": "TEST"}}
-        name = root / "_delta_log" / f"{number:020}.json"
-        name.write_text("\n".join(map(json.dumps, [info, *actions])) + "\n")
-        os.utime(name, (1, 1))
-    os.utime(root / "_delta_log" / f"{0:020}.json", (1000, 1000))
-    at = [open_table(root, timestamp=datetime.datetime.fromtimestamp(s, UTC)) for s in (1000, 4999, 5000, 9999, 10000)]
-    assert [table.index.version.name for table in at] == ["0", "0", "1", "1", "2"]
-    assert at[-1].index.version.timestamp_ms == 10_000_000 and at[-1].num_rows == 0
+def test_a_version_has_the_time_that_its_commit_states(root: Path) -> None:
+    write(root, of(0, 3))
+    assert commit(root, [upgrade("deletionVectors")]) == 1
+    assert open_table(root).index.version.timestamp_ms == 1_700_000_000_001
+    log = root / "_delta_log" / f"{1:020}.json"
+    log.write_text(log.read_text().replace('"timestamp"', '"inCommitTimestamp": 5, "timestamp"'))
+    assert open_table(root).index.version.timestamp_ms == 5
 
 
 def test_a_vacuumed_version_is_refused_and_a_cleaned_log_is_read_from_its_checkpoint(root: Path) -> None:

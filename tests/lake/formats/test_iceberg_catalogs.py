@@ -75,10 +75,10 @@ def test_every_snapshot_is_read_with_what_the_catalog_knows(
     table: Table, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lakeckpt.lake.formats.iceberg.source.load_catalog", lambda name: {"prod": catalog}[name])
-    assert [sum(delivered(table, snapshot_id=one.snapshot_id).values()) for one in table.snapshots()] == [7, 6]
+    assert [sum(delivered(table, version=one.snapshot_id).values()) for one in table.snapshots()] == [7, 6]
     for snapshot in table.snapshots():
-        by_id = {"snapshot_id": snapshot.snapshot_id}
-        assert delivered(table, **by_id) == rows_of(table.scan(**by_id).to_arrow())
+        number = snapshot.snapshot_id
+        assert delivered(table, version=number) == rows_of(table.scan(snapshot_id=number).to_arrow())
     opened = open_table(f"iceberg://prod/{'.'.join(table.name())}")
     assert opened.index.digest == open_table(table).index.digest and opened.index.etags[0] is not None
     assert CANARY.encode() not in pickle.dumps(opened.index) and CANARY not in repr(opened)
@@ -104,7 +104,7 @@ def test_options_of_the_callers_go_before_the_catalogs(table: Table, s3: S3) -> 
 
 @pytest.mark.parametrize("catalog", ["rest"], indirect=True)
 def test_a_version_is_read_by_a_tag_that_a_server_keeps(table: Table) -> None:
-    pinned = open_table(table, snapshot_id=table.snapshots()[0].snapshot_id)
+    pinned = open_table(table, version=table.snapshots()[0].snapshot_id)
     table.manage_snapshots().create_tag(int(pinned.index.version.name), "run-7").commit()
     assert sum(delivered(table, version="run-7").values()) == 7
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyiceberg.catalog.sql import SqlCatalog
-from pyiceberg.manifest import DataFileContent, FileFormat
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
 from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import StaticTable, Table
@@ -27,7 +27,8 @@ from pyiceberg.types import LongType, NestedField, StringType, UUIDType
 
 from lakeckpt import open_table
 from lakeckpt.errors import DataFileDamaged, TableError, TableVersionGone
-from lakeckpt.lake.formats.iceberg.plan import DeleteFile, PlannedFile
+from lakeckpt.lake.formats.iceberg.plan import Entry as DeleteFile
+from lakeckpt.lake.formats.iceberg.plan import PlannedFile
 from lakeckpt.lake.formats.iceberg.position_deletes import deleted_rows
 from tests.lake.formats.iceberg_tables import (
     Entry,
@@ -264,15 +265,15 @@ class Bytes:
 @given(rows=st.sets(st.integers(0, 2**34) | st.integers(0, 70_000), min_size=1, max_size=50), more=st.integers(0, 99))
 def test_any_vector_is_read_back(rows: set[int], more: int) -> None:
     blob = vector_blob(sorted(rows))
-    vector = DeleteFile(
-        location="x",
-        format="PUFFIN",
-        sequence=1,
-        count=len(rows),
-        start=more,
-        size_bytes=len(blob),
-        file=None,  # type: ignore[arg-type]
+    file = DataFile.from_args(
+        _table_format_version=3,
+        file_path="x",
+        file_format=FileFormat.PUFFIN,
+        record_count=len(rows),
+        content_offset=more,
+        content_size_in_bytes=len(blob),
     )
+    vector = DeleteFile(sequence=1, partition=(0, ()), file=file)
     planned = PlannedFile(location="f", size_bytes=1, rows=2**40, vector=vector, file=None)  # type: ignore[arg-type]
     io: Any = Bytes(bytes(more) + blob + b"rest")
     assert deleted_rows([planned], io, threads=1)["f"].tolist() == sorted(rows)

@@ -64,8 +64,8 @@ def same_as_pyiceberg(table: Table, **asked: Any) -> None:
     """The current snapshot, and each older one under its own schema."""
     assert delivered(table) == rows_of(table.scan().to_arrow())
     for snapshot in table.snapshots():
-        by_id = {"snapshot_id": snapshot.snapshot_id}
-        assert delivered(table, **by_id) == rows_of(table.scan(**by_id).to_arrow())
+        number = snapshot.snapshot_id
+        assert delivered(table, version=number) == rows_of(table.scan(snapshot_id=number).to_arrow())
 
 
 def test_columns_that_were_renamed_reordered_widened_added_and_dropped_are_told_by_id(catalog: SqlCatalog) -> None:

@@ -121,8 +121,8 @@ def test_every_snapshot_delivers_what_pyiceberg_reads(acts: list[tuple[str, int]
         table = history.table
         assert delivered(table) == rows_of(table.scan().to_arrow())
         for snapshot in table.snapshots():
-            by_id = {"snapshot_id": snapshot.snapshot_id}
-            assert delivered(table, **by_id) == rows_of(table.scan(**by_id).to_arrow())
+            number = snapshot.snapshot_id
+            assert delivered(table, version=number) == rows_of(table.scan(snapshot_id=number).to_arrow())
         entries = history.deletes(bits, vectors=True)
         if entries:
             metadata = at_version_3(table, entries)

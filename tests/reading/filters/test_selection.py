@@ -90,7 +90,7 @@ def test_a_selection_of_another_table_is_refused() -> None:
     ],
 )
 def test_malformed_selections_are_refused(change: Callable[[dict[str, Any]], Any]) -> None:
-    value = loads(selection().dumps(), kind=module.KIND, supported=module.VERSION).value
+    value = loads(selection().dumps(), kind=module.KIND, supported=module.VERSION)
     change(value)
     with pytest.raises(WireDamaged):
         RowSelection.loads(dumps(value, kind=module.KIND, version=module.VERSION))

@@ -33,11 +33,6 @@ class KeptArena:
     agents: tuple[int, ...] = ()
 
     @property
-    def digest(self) -> str | None:
-        """The `digest_of_run` of its run, as 32 hexadecimal digits; None for an arena that cannot be read."""
-        return None if self.info.identity is None else self.info.identity.run.hex()
-
-    @property
     def is_left(self) -> bool:
         """Whether it can be reclaimed."""
         return self.use in ("left", "damaged")
@@ -48,9 +43,9 @@ def kept_in(folder: ArenaFolder) -> list[KeptArena]:
     return [_kept(folder, info) for info in folder.found()]
 
 
-def left_logs(folder: ArenaFolder) -> list[tuple[str, str]]:
-    """Return (digest of the run, path) for each log in ``folder`` whose agents have ended."""
-    return [(digest, path) for digest, path in logs_in(folder.path) if _is_over(path)]
+def left_logs(folder: ArenaFolder) -> list[str]:
+    """Return the paths of the logs in ``folder`` whose agents have ended."""
+    return [path for path in logs_in(folder.path) if _is_over(path)]
 
 
 def reclaim(folder: ArenaFolder, kept: Iterable[KeptArena]) -> set[str]:

@@ -124,7 +124,7 @@ def message_from_bytes(data: bytes) -> Message:
     """Return the message of which `message_to_bytes` made ``data``. Raises `WireError`, and `AgentError` for a message
     of another release."""
     what = "a message between a trainer and its agent"
-    plain = dict(fields_of(loads(data, kind=_KIND, supported=_VERSION).value, what))
+    plain = dict(fields_of(loads(data, kind=_KIND, supported=_VERSION), what))
     library = plain.pop("library", None)
     if library != __version__:
         raise AgentError(

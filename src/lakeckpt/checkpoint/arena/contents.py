@@ -77,7 +77,7 @@ class TensorTable:
     def from_plain(cls, plain: object) -> TensorTable:
         """Return the table of which `to_plain` gave ``plain``. Raises `WireError`."""
         data = from_plain(bytes, plain, "a table of tensors")
-        found = loads(data, kind=_TABLE_KIND, supported=_TABLE_VERSION).value
+        found = loads(data, kind=_TABLE_KIND, supported=_TABLE_VERSION)
         rows: tuple[TensorPlace, ...] = from_plain(tuple[TensorPlace, ...], found, "a table of tensors")
         return cls(places={one.spec.key: one for one in rows})
 
@@ -97,7 +97,7 @@ class Documents:
     @classmethod
     def from_bytes(cls, data: bytes) -> Documents:
         """Return the documents of which `to_bytes` made ``data``. Raises `WireError`."""
-        plain = loads(data, kind=_KIND, supported=_VERSION).value
+        plain = loads(data, kind=_KIND, supported=_VERSION)
         found: Documents = from_plain(cls, plain, "the contents of a generation")
         return found
 

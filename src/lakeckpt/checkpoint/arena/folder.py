@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
-from lakeckpt.errors import ArenaDamaged, ArenaError, ArenaTooLarge
+from lakeckpt.errors import ArenaDamaged, ArenaError
 from lakeckpt.reading.memory import available_bytes
 
 __all__ = ["ArenaFolder", "ArenaInfo"]
@@ -73,7 +73,7 @@ class ArenaFolder:
     def create(self, layout: ArenaLayout) -> Arena:
         """Make an arena in the place of the one that its rank has, and open it to be filled.
 
-        Raises `ArenaTooLarge`, and `ArenaError` where another process fills that one, or the file system cannot hold
+        Raises `ArenaError` where no room is free, another process fills that arena, or the file system cannot hold
         arenas. Nothing new is left where it fails, nor where the process is killed meanwhile.
         """
         name = self.name_of(layout.identity)
@@ -199,7 +199,7 @@ class ArenaFolder:
         if self.path.startswith(_SHM + "/"):
             free = min(free, available_bytes())
         if layout.size_bytes > free:
-            raise ArenaTooLarge(
+            raise ArenaError(
                 f"an arena of {layout.generations} generations of {layout.data_bytes / 2**30:.2f} GiB takes "
                 f"{layout.size_bytes / 2**30:.2f} GiB, and {max(free, 0) / 2**30:.2f} GiB are free in {self.path!r}: "
                 "give a folder on a disk, capture less, or make room"
@@ -223,7 +223,7 @@ class ArenaFolder:
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            raise ArenaTooLarge(
+            raise ArenaError(
                 f"an arena of {layout.size_bytes / 2**30:.2f} GiB does not fit into {self.path!r}: {error.strerror}"
             ) from error
         block = layout.to_bytes()

@@ -115,7 +115,7 @@ class ArenaLayout:
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> ArenaLayout:
         """Return the layout that a superblock describes. Raises `WireError`."""
-        plain = loads(_unframed(data), kind=_KIND, supported=_VERSION).value
+        plain = loads(_unframed(data), kind=_KIND, supported=_VERSION)
         found: ArenaLayout = from_plain(cls, plain, "the superblock of an arena")
         return found
 
@@ -140,7 +140,7 @@ class GenerationRecord:
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> GenerationRecord:
         """Return the record of which `to_bytes` made ``data``; bytes behind it are ignored. Raises `WireError`."""
-        plain = loads(_unframed(data), kind=_RECORD_KIND, supported=_RECORD_VERSION).value
+        plain = loads(_unframed(data), kind=_RECORD_KIND, supported=_RECORD_VERSION)
         found: GenerationRecord = from_plain(cls, plain, "the record of a generation")
         return found
 

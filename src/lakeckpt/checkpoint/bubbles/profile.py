@@ -81,7 +81,7 @@ class BubbleProfile:
     @classmethod
     def from_bytes(cls, data: bytes) -> BubbleProfile:
         """Return the profile that `to_bytes` returned. `WireError` if ``data`` is no such document."""
-        plain = loads(data, kind=_KIND, supported=_VERSION).value
+        plain = loads(data, kind=_KIND, supported=_VERSION)
         profile: BubbleProfile = from_plain(cls, plain, "a profile of bubbles")
         return profile
 

@@ -27,7 +27,7 @@ from lakeckpt.checkpoint.arena.contents import TensorPlace, TensorTable
 from lakeckpt.checkpoint.arena.slices import SlicePlan, aligned, fitting_slice_bytes, plan_slices
 from lakeckpt.checkpoint.capture.sources import Renewed, Sources
 from lakeckpt.checkpoint.report import CaptureWarning
-from lakeckpt.checkpoint.state.tensors import spec_of
+from lakeckpt.checkpoint.state.tensors import refuse_overlaps, spec_of
 
 __all__ = ["CapturePlan", "Planner", "plan_capture"]
 
@@ -81,6 +81,8 @@ class Planner:
         if before is not None and renewed is Renewed.NOTHING:
             self._plan = before
             return before
+        if before is None:
+            refuse_overlaps({**sources.early, **sources.late})
         # The same mapping object means that the copies of late tensors need not be prepared again.
         late = before.late if before is not None and renewed is Renewed.EARLY else _together(sources.late)
         self._plan = plan_capture(sources.early, late, before=before, slice_bytes=self._slice_bytes)

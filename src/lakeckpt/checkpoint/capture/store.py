@@ -70,7 +70,7 @@ class ArenaStore:
     def make(self, plan: CapturePlan, documents_bytes: int, links: Links) -> str | None:
         """Make or find the arena for ``plan``. Returns a warning for the user, or None.
 
-        Raises `ArenaTooLarge` and other `ArenaError`.
+        Raises `ArenaError` where no room is free for it, or another process fills it.
         """
         layout = ArenaLayout(
             identity=self._identity,

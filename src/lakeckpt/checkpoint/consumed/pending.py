@@ -86,6 +86,6 @@ def pending_to_bytes(pending: Sequence[PendingRecord]) -> bytes:
 
 def pending_from_bytes(data: bytes) -> tuple[PendingRecord, ...]:
     """Return the pending records of a document. `WireError`."""
-    plain = loads(data, kind=_KIND, supported=_VERSION).value
+    plain = loads(data, kind=_KIND, supported=_VERSION)
     found: tuple[PendingRecord, ...] = from_plain(tuple[PendingRecord, ...], plain, "the pending records of a reader")
     return found

@@ -147,7 +147,7 @@ def entry_to_bytes(entry: Entry) -> bytes:
 
 def entry_from_bytes(data: bytes) -> Entry:
     """Return the entry in a document of `entry_to_bytes`. `WireError`."""
-    plain = loads(data, kind=_KIND, supported=_VERSION).value
+    plain = loads(data, kind=_KIND, supported=_VERSION)
     found = from_plain_of(_KINDS, "entry", plain, "an entry of the log")
     if isinstance(found, Restored) and any(one is not None and one >= found.slot for one in _before(found)):
         raise WireDamaged(

@@ -268,7 +268,7 @@ class PartRecord:
     @classmethod
     def from_bytes(cls, data: bytes) -> PartRecord:
         """Return the part in a document of `to_bytes`. `WireError`."""
-        plain = loads(data, kind=_KIND, supported=_VERSION).value
+        plain = loads(data, kind=_KIND, supported=_VERSION)
         document = from_plain(_PartDocument, plain, "a part")
         return cls(
             tensors=tuple(row.record(document.slab_bytes) for row in document.tensors),

@@ -67,7 +67,7 @@ def sharing_to_bytes(shared: Mapping[str, Sharing]) -> bytes:
 
 def sharing_from_bytes(data: bytes) -> dict[str, Sharing]:
     """Return the value that `sharing_to_bytes` wrote. `WireError`."""
-    rows: _Rows = from_plain(_Rows, loads(data, kind=_KIND, supported=_VERSION).value, "how tensors are shared")
+    rows: _Rows = from_plain(_Rows, loads(data, kind=_KIND, supported=_VERSION), "how tensors are shared")
     found = {key: sharing for sharing, keys in rows for key in keys}
     if len(found) != sum(len(keys) for _, keys in rows):
         raise WireDamaged("how tensors are shared: the key of a tensor is there twice")

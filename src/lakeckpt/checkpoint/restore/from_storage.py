@@ -39,7 +39,7 @@ from lakeckpt.checkpoint.state.wholes import Whole, Wholes, is_part_key, wholes_
 from lakeckpt.errors import CheckpointDamaged, WireError
 from lakeckpt.lake.storage.base import Storage
 
-__all__ = ["fetch_parts", "load", "load_from", "load_own", "load_state"]
+__all__ = ["fetch_parts", "load", "load_from", "load_own"]
 
 _READ_THREADS = 8
 
@@ -94,26 +94,21 @@ class _Stored:
         return self._wanted[one][0].digest == self._wanted[other][0].digest
 
 
-def load_state(
-    storage: Storage, manifest: Manifest, *, rank: int, world_size: int, items: Collection[str] | None = None
-) -> Loaded:
-    """Return what `load` returns, by the fewest requests: by `load_own` where that is possible."""
-    own = load_own(storage, manifest, rank=rank, items=items) if world_size == manifest.world_size else None
-    return load(storage, manifest, rank=rank, world_size=world_size, items=items) if own is None else own
-
-
 def load(
     storage: Storage, manifest: Manifest, *, rank: int, world_size: int, items: Collection[str] | None = None
 ) -> Loaded:
-    """Return the state that ``rank`` of ``world_size`` takes from a checkpoint; reads the records of all parts.
+    """Return the state that ``rank`` of ``world_size`` takes from a checkpoint, by the fewest requests: `load_own`
+    where that is possible, else `load_from` the records of all parts.
 
     With ``items``, only these items are loaded, and nothing of other items is verified.
 
     Raises `CheckpointDamaged`, which names the object; `CheckpointMismatch` if the world size changed and a unit is
     missing on an old rank, or tensors in parts differed between ranks; `StorageError` if the store fails.
     """
-    parts = fetch_parts(storage, manifest)
-    return load_from(storage, manifest, parts, rank=rank, world_size=world_size, items=items)
+    own = load_own(storage, manifest, rank=rank, items=items) if world_size == manifest.world_size else None
+    if own is not None:
+        return own
+    return load_from(storage, manifest, fetch_parts(storage, manifest), rank=rank, world_size=world_size, items=items)
 
 
 def fetch_parts(storage: Storage, manifest: Manifest) -> list[PartRecord]:
@@ -232,8 +227,8 @@ def _only(part: PartRecord, items: Collection[str] | None) -> PartRecord:
 def load_own(storage: Storage, manifest: Manifest, *, rank: int, items: Collection[str] | None = None) -> Loaded | None:
     """Load as `load` does for the same number of ranks, but read only the parts that hold the state of ``rank``.
 
-    Returns None if the rank's own part does not name these parts, or if they are damaged or incomplete: the caller then
-    calls `load`, which names the damage. Raises `StorageError` if the store fails.
+    Returns None if the rank's own part does not name these parts, or if they are damaged or incomplete: `load_from`
+    then names the damage. Raises `StorageError` if the store fails.
     """
     if manifest.world_size == 1:
         return None  # there is only one part
@@ -261,7 +256,12 @@ def load_own(storage: Storage, manifest: Manifest, *, rank: int, items: Collecti
         )
     except (CheckpointDamaged, WireError):
         return None
-    of_all = cache(partial(load, storage, manifest, rank=rank, world_size=manifest.world_size, items=items))
+
+    @cache
+    def of_all() -> Loaded:
+        every = fetch_parts(storage, manifest)
+        return load_from(storage, manifest, every, rank=rank, world_size=manifest.world_size, items=items)
+
     return replace(loaded, of_all=of_all, check=partial(stored.open, list(records)))
 
 

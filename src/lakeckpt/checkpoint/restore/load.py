@@ -22,11 +22,11 @@ from lakeckpt.checkpoint.report import CheckpointInfo
 from lakeckpt.checkpoint.restore.choosing import MOST_TRIES, Choice, Step, too_often_removed
 from lakeckpt.checkpoint.restore.table_versions import records_at
 from lakeckpt.checkpoint.restore.trial import Candidate, Trial
-from lakeckpt.checkpoint.restore.votes import texts
 from lakeckpt.errors import CheckpointMismatch, ConfigError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.votes import texts
 
 __all__ = ["load"]
 
@@ -100,7 +100,7 @@ class _Loading:
     def run(self) -> CheckpointInfo:
         with self._trial.undone_if_it_fails():
             for _ in range(MOST_TRIES):
-                slot = int(self._trial.together.told_by_rank_0(self._choice.choose)["slot"])
+                slot = int(self._trial.together.ask_rank_0(self._choice.choose)["slot"])
                 found = self._load(slot)
                 if found is not None:
                     return CheckpointInfo.of(found)
@@ -126,7 +126,7 @@ class _Loading:
 
     def _compared(self, slot: int) -> Candidate:
         chosen = self._trial.checkpoint(slot)
-        for name, reason in chosen.pins.given_up.items():
+        for name, reason in chosen.pins.skipped.items():
             raise CheckpointMismatch(f"the state of {name!r} cannot be loaded, and nothing was changed: {reason}")
         return chosen
 

@@ -199,7 +199,7 @@ def carried_over(storage: Storage, manifest: Manifest) -> Mapping[str, ReaderRec
 def _places(storage: Storage, slot: int) -> _Places:
     try:
         data = storage.read(_path(slot))
-        found: _Places = from_plain(_Places, loads(data, kind=_KIND, supported=_VERSION).value, "carried-over places")
+        found: _Places = from_plain(_Places, loads(data, kind=_KIND, supported=_VERSION), "carried-over places")
     except ObjectMissing:
         return {}
     except WireDamaged as error:

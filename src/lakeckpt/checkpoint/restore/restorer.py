@@ -18,7 +18,6 @@ newer one was committed was removed by the job that is alive: that is no damage,
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -29,23 +28,21 @@ from typing import Any
 import torch
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.format.manifest import Captured, ReaderRecord
-from lakeckpt.checkpoint.format.verified_reads import read_object
+from lakeckpt.checkpoint.format.manifest import Captured
 from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.history import INDEX
-from lakeckpt.checkpoint.persist.indexes import Document, documents_of, filtered
+from lakeckpt.checkpoint.persist.indexes import documents_of, filtered
 from lakeckpt.checkpoint.persist.log import Damage, slot_path
 from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreReport
 from lakeckpt.checkpoint.restore.choosing import Chooser
 from lakeckpt.checkpoint.restore.from_memory import Offer, Remembered
 from lakeckpt.checkpoint.restore.table_versions import Pins, opened_versions, pins_as_on, records_at
 from lakeckpt.checkpoint.restore.trial import Candidate, Trial
-from lakeckpt.checkpoint.restore.votes import texts
 from lakeckpt.checkpoint.state.random_states import derive_random, restore_random
-from lakeckpt.errors import ArenaError, CheckpointDamaged, NewerFormat, StorageError, WireError
+from lakeckpt.errors import ArenaError, CheckpointDamaged
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.tally import Tally
+from lakeckpt.tracking.votes import texts
 
 __all__ = ["Restorer"]
 
@@ -104,7 +101,7 @@ class Restorer:
 
     def _restore(self) -> tuple[int, Attempt, RestoreReport]:
         run = self._compare_first()
-        begun = int(self._all.told_by_rank_0(lambda: self._chooser.claim(run))["begun"])
+        begun = int(self._all.ask_rank_0(lambda: self._chooser.claim(run))["begun"])
         for _ in range(_MOST_ROUNDS):
             choice, which = self._choose()
             chosen: Candidate | None = None
@@ -115,11 +112,11 @@ class Restorer:
                 chosen = self._compare(choice["run"], which)
                 if chosen is None or not self._apply(chosen):
                     continue
-            lost = self._all.told_by_rank_0(self._chooser.find_lost)["lost"]
+            lost = self._all.ask_rank_0(self._chooser.find_lost)["lost"]
             self._chooser.report_lost(lost)
             skipped = {} if chosen is None else _epochs_skipped(chosen)
             work = partial(self._chooser.restored, choice, begun, skipped, which[1])
-            last = int(self._all.told_by_rank_0(work)["last"])
+            last = int(self._all.ask_rank_0(work)["last"])
             self._trial.done()
             attempt = Attempt(
                 run=choice["run"], number=begun, last=last, parent=None, seed=torch.initial_seed() % 2**63
@@ -136,7 +133,7 @@ class Restorer:
         return choice["run"]
 
     def _choose(self) -> tuple[Mapping[str, str], _Which]:
-        choice = self._all.told_by_rank_0(self._chooser.choose)
+        choice = self._all.ask_rank_0(self._chooser.choose)
         return choice, (None if choice["slot"] == "none" else int(choice["slot"]), self._in_memory(choice))
 
     def _in_memory(self, choice: Mapping[str, str]) -> Captured | None:
@@ -178,7 +175,7 @@ class Restorer:
 
         def read() -> dict[str, str]:
             found.append(self._candidate(run, which))
-            return {f"{_SKIPPED}{name}": reason for name, reason in found[0].pins.given_up.items()}
+            return {f"{_SKIPPED}{name}": reason for name, reason in found[0].pins.skipped.items()}
 
         tally = self._trial.vote(read, of_memory=which[1] is not None)
         if not {"damaged", "unfit"}.isdisjoint(tally.facts):
@@ -192,7 +189,7 @@ class Restorer:
         }
         indexes = {name: index for name, index in chosen.pins.indexes.items() if name not in skipped}
         states = {name: state for name, state in chosen.pins.states.items() if name not in skipped}
-        return replace(chosen, pins=Pins(indexes=indexes, states=states, given_up=skipped))
+        return replace(chosen, pins=Pins(indexes=indexes, states=states, skipped=skipped))
 
     def _candidate(self, run: str, which: _Which) -> Candidate:
         slot, captured = which
@@ -216,7 +213,7 @@ class Restorer:
     def _reject(self, which: _Which, tally: Tally) -> None:
         """Report what is damaged, and do not choose it again; do neither if a newer commit has removed it."""
         slot, captured = which
-        if captured is None and self._all.told_by_rank_0(self._overtaken)["overtaken"]:
+        if captured is None and self._all.ask_rank_0(self._overtaken)["overtaken"]:
             return
         for text in texts(tally, "damaged"):
             if captured is not None:
@@ -228,11 +225,9 @@ class Restorer:
         if captured is not None:
             self._chooser.pass_over(captured, texts(tally, "unfit"))
             self._unfit.add(captured)
-        elif slot is not None:
-            self._chooser.reject(slot)
 
     def _overtaken(self) -> dict[str, str]:
-        return {"overtaken": "yes" if self._chooser.is_overtaken() else ""}
+        return {"overtaken": "yes" if self._chooser.has_grown() else ""}
 
     # --- applying, on every rank
 
@@ -284,7 +279,7 @@ class Restorer:
 
         if all(len(texts) == 1 for texts in self._trial.vote(say).facts.values()):
             return
-        first = self._all.told_by_rank_0(lambda: self._put_indexes(opened))
+        first = self._all.ask_rank_0(lambda: self._put_indexes(opened))
         self._all.do(lambda: self._trial.pin(pins_as_on(self._storage, first, self._objects)))
 
     def _put_indexes(self, opened: dict[str, str]) -> dict[str, str]:
@@ -311,47 +306,23 @@ class Restorer:
             else:
                 restore_random(chosen.loaded.random)
             if self._exchange.rank == 0:
-                self._mend_indexes(chosen.readers)
-                self._warn_of(chosen.pins.given_up)
+                self._warn_of(chosen.pins.skipped)
         report = RestoreReport(
             restored=restored,
             captured=None if chosen is None or chosen.captured is None else chosen.step,
             attempt=attempt.number,
-            damaged=self._chooser.damaged,
+            damaged=tuple(self._chooser.damaged.values()),
             per_rank=() if chosen is None else chosen.loaded.per_rank,
-            given_up={} if chosen is None else chosen.pins.given_up,
+            given_up={} if chosen is None else chosen.pins.skipped,
         )
         return step, attempt, report
 
     def _warn_of(self, skipped: Mapping[str, str]) -> None:
         for name, reason in skipped.items():
-            text = f"{name!r} gives the rest of its epoch up, and goes on with the next one: {reason}"
+            text = f"{name!r} skips the rest of its epoch, and goes on with the next one: {reason}"
             warnings.warn(text, DamageWarning, stacklevel=5)
-
-    def _mend_indexes(self, readers: Mapping[str, ReaderRecord]) -> None:
-        """Write anew what the run keeps of the tables that are read, if it is damaged: not what cannot be read, or a
-        newer lakeckpt wrote. Training does without these documents, so nothing is raised."""
-        for name, record in readers.items():
-            saved = f"{INDEX}/{record.index}"
-            live = {} if record.index is None else documents_of(self._objects[name])
-            for path, document in ((path, one) for path, one in live.items() if path.startswith(saved)):
-                try:
-                    _check_document(read_object(self._storage, path), document)
-                except (NewerFormat, StorageError) as error:
-                    self._chooser.report(Damage(path=path, reason=str(error)))
-                except (CheckpointDamaged, WireError) as error:
-                    self._chooser.report(Damage(path=path, reason=str(error).removeprefix(f"{path}: ")))
-                    with contextlib.suppress(StorageError):
-                        self._storage.put(path, [document.dumps()])
-
-
-def _check_document(data: bytes, live: Document) -> None:
-    """`WireError` if ``data`` is not the document ``live``."""
-    found = live.loads(data).digest
-    if found != live.digest:
-        raise WireError(f"this is a document with the digest {found}")
 
 
 def _epochs_skipped(chosen: Candidate) -> dict[str, int]:
     """Return reader → the epoch of which the rest is skipped."""
-    return {name: int(chosen.readers[name].state["epoch"]) for name in chosen.pins.given_up}
+    return {name: int(chosen.readers[name].state["epoch"]) for name in chosen.pins.skipped}

@@ -1,7 +1,7 @@
 """This module rolls a run back: one log entry says that its history goes on from an earlier checkpoint.
 
-The order is given once. The next restore obeys it, and what commits behind it is the history. A job that is alive finds
-its next slot taken, and ends. The module removes no data: retention removes what was rolled back, with the next save.
+The next restore obeys the entry, once, and later commits make up the history. A job that is alive finds its next slot
+taken, and ends. The module removes no data: retention removes what was rolled back, with the next save.
 
 The module never imports torch, and starts no threads that outlive a call.
 """
@@ -23,21 +23,26 @@ from lakeckpt.checkpoint.persist.log import LogView, SlotTaken, put_entry, read_
 from lakeckpt.errors import AttemptSuperseded, CheckpointNotFound
 from lakeckpt.lake.storage.base import Storage, describe
 
-__all__ = ["before_orders", "no_such_step", "roll_back", "to_be_had"]
+__all__ = ["before_orders", "never_removed", "no_such_step", "restorable", "roll_back"]
 
 _MOST_TRIES = 100
 
 
-def to_be_had(storage: Storage, view: LogView) -> list[Manifest]:
+def never_removed(view: LogView, history: Sequence[Manifest]) -> list[Manifest]:
+    """Return the checkpoints of ``history``, which are given newest first, whose data no commit in the log was allowed
+    to remove."""
+    commits = sorted(view.manifests, key=lambda one: one.slot)
+    stay = {one.slot for one in history[:1]}
+    stay |= {slot for newest in stay for slot in kept_ever_since(commits, newest)}
+    return [one for one in history if one.slot in stay]
+
+
+def restorable(storage: Storage, view: LogView) -> list[Manifest]:
     """Return the checkpoints of the history whose data is there and no commit in the log was allowed to remove, newest
     first. The data of others may be removed by a job that is alive."""
-    found = not_rolled_back(view)
-    if not found:
-        return []
-    commits = sorted(view.manifests, key=lambda one: one.slot)
-    stay = kept_ever_since(commits, found[0].slot) | {found[0].slot}
-    there = folders_there(storage)
-    return [one for one in found if one.slot in stay and one.save.folder in there]
+    found = never_removed(view, not_rolled_back(view))
+    there = folders_there(storage) if found else ()
+    return [one for one in found if one.save.folder in there]
 
 
 def before_orders(view: LogView) -> LogView:
@@ -47,11 +52,11 @@ def before_orders(view: LogView) -> LogView:
 
 
 def no_such_step(step: int, commits: Sequence[Manifest], more: str = "") -> CheckpointNotFound:
-    """Return the error for a roll-back to a ``step`` that is not among the ``commits`` that can be had."""
+    """Return the error for a roll-back to a ``step`` that none of ``commits``, which can be restored, has."""
     steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in reversed(commits)) or "none"
     return CheckpointNotFound(
         f"the run cannot be rolled back to step {step:,}: its history has no checkpoint of that step that stays. "
-        f"Checkpoints that can be had: {steps}. Name one of these steps; keep= says which checkpoints stay.{more}"
+        f"Checkpoints that can be restored: {steps}. Name one of these steps; keep= says which checkpoints stay.{more}"
     )
 
 
@@ -65,7 +70,7 @@ def roll_back(storage: Storage, step: int, *, clock: Callable[[], float] = time.
         view = read_log(storage)
         if view.run is None:
             raise CheckpointNotFound(f"there is no run at {describe(storage)}: it has no log. Name the place of a run")
-        commits = to_be_had(storage, before_orders(view))
+        commits = restorable(storage, before_orders(view))
         found = next((one for one in commits if one.step == step), None)
         if found is None:
             raise no_such_step(step, commits)

@@ -37,7 +37,7 @@ class Pins:
     """The version to go to; readers that are not named stay at the one at hand."""
     states: Mapping[str, ReaderState] = field(default_factory=dict)
     """The state to load in place of the one that was saved, where other row groups are excluded than then."""
-    given_up: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
     """Why the rest of the state's epoch is skipped; found on rank 0 alone."""
 
 
@@ -50,7 +50,7 @@ def fit_readers(
     """
     indexes: dict[str, TableIndex] = {}
     states: dict[str, ReaderState] = {}
-    given_up: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for name, record in records.items():
         reader = objects[name]
         if record.index is None or not isinstance(reader, VersionedReader):
@@ -63,8 +63,8 @@ def fit_readers(
         elif fit.index is not None:
             indexes[name] = fit.index
         if fit.given_up:
-            given_up[name] = fit.given_up
-    return Pins(indexes=indexes, states=states, given_up=given_up)
+            skipped[name] = fit.given_up
+    return Pins(indexes=indexes, states=states, skipped=skipped)
 
 
 def _saved(storage: Storage, live: str, digest: str) -> TableIndex | None:
@@ -101,7 +101,7 @@ def go_to(objects: Mapping[str, Any], indexes: Mapping[str, TableIndex]) -> Call
 def records_at(objects: Mapping[str, Any], records: Mapping[str, ReaderRecord], pins: Pins) -> dict[str, ReaderRecord]:
     """Return the records whose states are loaded: of readers that skip the rest of an epoch, the next one's start."""
     found = dict(records)
-    for name in pins.given_up:
+    for name in pins.skipped:
         found[name] = replace(records[name], state=objects[name].next_epoch(records[name].state))
     for name, state in pins.states.items():
         found[name] = replace(records[name], state=state.to_plain())

@@ -17,11 +17,10 @@ from lakeckpt.checkpoint.format.manifest import Captured, Manifest, ReaderRecord
 from lakeckpt.checkpoint.persist.indexes import filtered, offer, save
 from lakeckpt.checkpoint.persist.log import read_entry, slot_path
 from lakeckpt.checkpoint.restore.compare import differences, refusal
-from lakeckpt.checkpoint.restore.from_storage import load_state
+from lakeckpt.checkpoint.restore.from_storage import load
 from lakeckpt.checkpoint.restore.load_into import is_large, load_in_place, load_small
 from lakeckpt.checkpoint.restore.rest_of_epoch import carried_over
 from lakeckpt.checkpoint.restore.table_versions import Pins, fit_readers, go_to
-from lakeckpt.checkpoint.restore.votes import Together, verdict
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.errors import CheckpointDamaged, NewerFormat, WireError
 from lakeckpt.lake.storage.base import Storage
@@ -30,6 +29,7 @@ from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.notes import error_to_text
 from lakeckpt.tracking.readers import selection_of
 from lakeckpt.tracking.tally import Tally
+from lakeckpt.tracking.votes import Together, verdict
 
 __all__ = ["Candidate", "Trial"]
 
@@ -104,7 +104,7 @@ class Trial:
         """Return what ``slot`` committed, which fits the objects; `CheckpointMismatch` if it does not."""
         manifest = self.manifest(slot)
         rank, world_size = self._exchange.rank, self._exchange.world_size
-        loaded = load_state(self._storage, manifest, rank=rank, world_size=world_size, items=self._items)
+        loaded = load(self._storage, manifest, rank=rank, world_size=world_size, items=self._items)
         readers = carried_over(self._storage, manifest)
         if self._items is not None:
             readers = {name: one for name, one in readers.items() if name in self._items}

@@ -36,21 +36,9 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
     >>> canonical_names(["a.bias", "a.module.bias"])
     {'a.bias': 'a.bias', 'a.module.bias': 'a.module.bias'}
     """
-    whole = list(names)
-    outer = _outer_marks(whole)
-    found = {name: _stripped(name[len(outer) :]) for name in whole}
+    found = {name: _stripped(name) for name in names}
     times = Counter(found.values())
-    return {name: short if times[short] == 1 else name[len(outer) :] for name, short in found.items()}
-
-
-def _outer_marks(names: Sequence[str]) -> str:
-    """Return the marks with which all names begin, as those in a wrapper around a whole model do."""
-    outer = ""
-    for part in names[0].split(".")[:-1] if names else ():
-        if part not in _MARKS or not all(name.startswith(f"{outer}{part}.") for name in names):
-            break
-        outer += f"{part}."
-    return outer
+    return {name: short if times[short] == 1 else name for name, short in found.items()}
 
 
 def _stripped(name: str) -> str:

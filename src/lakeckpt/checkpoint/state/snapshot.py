@@ -16,6 +16,7 @@ from lakeckpt.checkpoint.format.sharing import sharing_to_bytes
 from lakeckpt.checkpoint.state.names import named_state, parameter_names
 from lakeckpt.checkpoint.state.random_states import capture_random
 from lakeckpt.checkpoint.state.shards import sharing_of
+from lakeckpt.checkpoint.state.tensors import refuse_overlaps
 from lakeckpt.checkpoint.state.tree import Flat, class_of, flatten, tree_to_bytes
 
 __all__ = ["Snapshot", "flat_of", "snapshot"]
@@ -53,4 +54,5 @@ def snapshot(objects: Mapping[str, Any]) -> Snapshot:
     items.append(random := flatten(RANDOM, capture_random()))
     documents[RANDOM] = tree_to_bytes(random)
     tensors = {key: tensor for flat in items for key, tensor in flat.tensors.items()}
+    refuse_overlaps(tensors)
     return Snapshot(tensors=tensors, documents=documents)

@@ -1,8 +1,8 @@
 """This module turns torch's tensors into bytes and back, without a change of a single bit.
 
 `spec_of` refuses, by its path, a tensor that cannot be stored as it is: one without data, sharded, sparse, quantized,
-nested, overlapping itself, or made of other tensors. `tied_key` is equal for tensors that are one memory with one shape
-(tied weights).
+nested, overlapping itself, or made of other tensors. `refuse_overlaps` refuses tensors that share a part of their
+memory. `tied_key` is equal for tensors that are one memory with one shape (tied weights).
 
 The order of dimensions in memory is kept (`dim_order_of`): a fused optimizer on a CPU steps through the memory of a
 parameter and of its moments side by side, and an object around such an optimizer gets its moments from the checkpoint.
@@ -10,6 +10,7 @@ parameter and of its moments side by side, and an object around such an optimize
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "in_dim_order",
     "lent",
     "on_host",
+    "refuse_overlaps",
     "spec_of",
     "tied_key",
 ]
@@ -81,6 +83,27 @@ def tied_key(tensor: torch.Tensor) -> tuple[object, ...] | None:
         return None
     seen = (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
     return (tensor.data_ptr(), str(tensor.device), *seen)
+
+
+def refuse_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `UnsupportedValue` naming two contiguous tensors that share a part of their memory, if neither lies inside
+    the other."""
+    spans = sorted(
+        (str(one.device), one.data_ptr(), -one.nbytes, key)
+        for key, one in tensors.items()
+        if one.numel() and one.is_contiguous()
+    )
+    around: list[tuple[str, int, str]] = []  # device, end and key; each of them lies inside the one before
+    for device, start, minus_size, key in spans:
+        end = start - minus_size
+        while around and (around[-1][0] != device or around[-1][1] <= start):
+            around.pop()
+        if around and around[-1][1] < end:
+            raise UnsupportedValue(
+                f"{around[-1][2]} and {key} share a part of their memory, and neither lies inside the other: give one "
+                "of them a memory of its own, by clone()"
+            )
+        around.append((device, end, key))
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

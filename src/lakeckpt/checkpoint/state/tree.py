@@ -24,7 +24,8 @@ from lakeckpt.checkpoint.state.shards import is_sharded, local_of, offsets_of
 from lakeckpt.checkpoint.state.tensors import dim_order_of, spec_of, tied_key
 from lakeckpt.checkpoint.state.wholes import is_part_key, part_key
 from lakeckpt.errors import CheckpointDamaged, UnsupportedValue
-from lakeckpt.wire.envelope import Payload, TensorRef, dumps, dumps_map, loads, payload_of
+from lakeckpt.wire.envelope import Payload, TensorRef, dumps, dumps_map, loads
+from lakeckpt.wire.values import pack
 
 __all__ = [
     "OF_MODULE",
@@ -152,18 +153,18 @@ def tree_to_bytes(flat: Flat) -> bytes:
 
 def branch_to_bytes(branch: Any, path: str) -> Payload:
     """Return what lies below one name of a tree, for `tree_of_branches`. Raises as `tree_to_bytes` does."""
-    return payload_of(branch, root=path)
+    return pack(branch, root=path)
 
 
 def tree_of_branches(branches: Mapping[str, Payload], *, optimizer: str = "") -> bytes:
     """Return the document of a tree from what `branch_to_bytes` made of each of its branches; see `Flat`."""
-    of_class = {_CLASS: payload_of(optimizer)} if optimizer else {}
+    of_class = {_CLASS: pack(optimizer)} if optimizer else {}
     return dumps_map({**branches, **of_class}, kind=_KIND, version=_VERSION)
 
 
 def tree_from_bytes(document: bytes) -> tuple[Any, str]:
     """Return the tree of a document and its ``kind`` (see `Flat`). `WireError` where it is no such document."""
-    tree = loads(document, kind=_KIND, supported=_VERSION).value
+    tree = loads(document, kind=_KIND, supported=_VERSION)
     return tree, tree.pop(_CLASS, "") if type(tree) is dict else ""
 
 

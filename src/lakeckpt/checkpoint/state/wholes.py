@@ -18,8 +18,10 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain
 from math import prod
+
+import numpy as np
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import Ranks, holds, joined
@@ -314,16 +316,14 @@ def untiled(shape: tuple[int, ...], boxes: Iterable[_Box]) -> str | None:
 
 def _overlap(boxes: list[_Box]) -> str | None:
     """Return which boxes overlap: the edges of all boxes cut the space into cells, and no cell is in two of them."""
-    edges = [set[int]() for _ in boxes[0][0]] if boxes else []
-    for offsets, sizes in boxes:
-        for known, at, size in zip(edges, offsets, sizes, strict=True):
-            known |= {at, at + size}
-    numbers = [{edge: number for number, edge in enumerate(sorted(known))} for known in edges]
-    owners: dict[tuple[int, ...], int] = {}
+    dims = len(boxes[0][0]) if boxes else 0
+    edges = [np.unique([(at[dim], at[dim] + size[dim]) for at, size in boxes]) for dim in range(dims)]
+    owners = np.full([len(known) for known in edges], -1)
     for box, (offsets, sizes) in enumerate(boxes):
-        spans = (range(of[at], of[at + size]) for of, at, size in zip(numbers, offsets, sizes, strict=True))
-        for cell in product(*spans):
-            other = owners.setdefault(cell, box)
-            if other != box:
-                return f"parts at {boxes[other][0]} and {offsets} overlap"
+        ends = ((at, at + size) for at, size in zip(offsets, sizes, strict=True))
+        cells = tuple(slice(*known.searchsorted(pair)) for known, pair in zip(edges, ends, strict=True))
+        other = int(owners[cells].max())
+        if other >= 0:
+            return f"parts at {boxes[other][0]} and {offsets} overlap"
+        owners[cells] = box
     return None

@@ -1,15 +1,14 @@
-"""This module sums the sizes of the columns asked for by row group, and looks for page checksums.
+"""This module sums the sizes of the columns asked for by row group.
 
 The sizes come from the footers. They are read again, because `open_table` does not keep sizes by column. The table's
 column mapping says what each file calls a column. Row groups whose rows are all deleted are never read and count
-nothing. Only the header of a page says whether the page has a checksum, so one page of the table is looked at.
+nothing.
 
 `column_bytes` starts and joins threads. The module decodes nothing.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,12 +24,9 @@ from lakeckpt.lake.table.column_mapping import resolve
 from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
 from lakeckpt.reading.windows.decode import select_columns
 
-__all__ = ["ColumnBytes", "column_bytes", "has_page_checksums"]
+__all__ = ["ColumnBytes", "column_bytes"]
 
 Int64Array = npt.NDArray[np.int64]
-_HEADER_BYTES = 64
-_WITH_CHECKSUM = re.compile(rb"(?:\x15[\x80-\xff]*[\x00-\x7f]){4}")
-"""The header of a page begins with three integers (its type and two sizes) and, if it has a checksum, a fourth one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,16 +95,3 @@ def _fixed_width(kind: pa.DataType) -> int | None:
         widths = [_fixed_width(kind.field(i).type) for i in range(kind.num_fields)]
         return None if None in widths else sum(width for width in widths if width is not None)
     return int(kind.byte_width) if pa.types.is_primitive(kind) else None
-
-
-def has_page_checksums(table: Table) -> bool | None:
-    """Return whether the first page of the first row group that has rows has a checksum; None: nothing is stored."""
-    stored = np.flatnonzero(table.index.stored_rows)
-    if not len(stored):
-        return None
-    file, group = table.index.group(int(stored[0]))
-    chunk = table.footer(file).row_group(group).column(0)
-    offsets = [one for one in (chunk.dictionary_page_offset, chunk.data_page_offset) if one]
-    start = min(offsets)
-    stop = min(start + _HEADER_BYTES, start + chunk.total_compressed_size)
-    return _WITH_CHECKSUM.match(table.storage.read(table.index.paths[file], start, stop)) is not None

@@ -7,21 +7,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from lakeckpt.checkpoint.restore.rest_of_epoch import carry_over
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json, progress_bar
-from lakeckpt.cli.plan.columns import ColumnBytes, column_bytes, has_page_checksums
+from lakeckpt.cli.plan.columns import column_bytes
 from lakeckpt.cli.plan.facts import Topology, plan_facts, warnings_of
-from lakeckpt.cli.plan.filters import filter_of_json
 from lakeckpt.cli.run_arguments import options_of
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.storage.base import describe
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.lake.table.table import Table
-from lakeckpt.reading.filters.count import count_rows
-from lakeckpt.reading.filters.row_filter import RowFilter
 
 __all__ = ["add_arguments", "run"]
 
@@ -34,14 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="a folder, glob, file or URL, iceberg://catalog/namespace.table; or several files",
     )
-    parser.add_argument("--version", metavar="V", help="a Delta version, an Iceberg tag or branch, a Hudi instant")
-    parser.add_argument("--snapshot-id", type=int, metavar="ID", help="an Iceberg snapshot")
-    parser.add_argument("--timestamp", metavar="TIME", help="the version of that time: 2026-01-31T12:00:00Z")
+    parser.add_argument(
+        "--version", metavar="V", help="a Delta version, an Iceberg tag, branch or snapshot id, a Hudi instant"
+    )
     parser.add_argument("--format", metavar="F", help="parquet, delta, iceberg or hudi, where a folder is several")
     parser.add_argument("--columns", metavar="A,B,…", help="the columns to be read (default: all)")
-    parser.add_argument(
-        "--filters", metavar="JSON", help='which rows: [["user", "<", 20]], or a list of such lists; counts them'
-    )
     parser.add_argument("--world-size", type=int, default=1, metavar="W", help="data-parallel ranks (default: 1)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader workers of each rank (default: 0)")
     parser.add_argument(
@@ -81,45 +73,15 @@ def run(args: argparse.Namespace) -> int:
     table = _open(args)
     if args.remap is not None:
         return _run_remap(args, table)
-    keep = None if args.filters is None else filter_of_json(args.filters, table.schema)
-    if keep is not None and columns is not None:
-        columns = list(dict.fromkeys([*columns, *keep.columns]))
     with progress_bar("columns", show=not args.json) as progress:
         sizes = column_bytes(table, columns, progress=progress)
-    group_rows, filtered = table.index.group_rows, dict[str, Any]()
-    if keep is not None:
-        filtered, sizes, group_rows = _filtered(table, keep, sizes, show=not args.json)
-    facts = plan_facts(table, sizes, topology, group_rows) | filtered
-    checksums = has_page_checksums(table)
-    facts["warnings"] = list(warnings_of(facts, table, sizes, group_rows, has_checksums=checksums))
+    facts = plan_facts(table, sizes, topology)
+    facts["warnings"] = list(warnings_of(facts, table, sizes))
     if args.json:
         print_json(facts)
     else:
         _show(facts)
     return 0
-
-
-def _filtered(
-    table: Table, keep: RowFilter, sizes: ColumnBytes, *, show: bool
-) -> tuple[dict[str, Any], ColumnBytes, Any]:
-    """Count the rows that ``keep`` keeps. Return what is known of it, the sizes of what is read, and the rows of each
-    row group that stay. ``sizes`` are those of all rows, with the filter's columns."""
-    with progress_bar("rows that stay", show=show) as progress:
-        selection, counted = count_rows(table, keep, progress=progress)
-    rows, existing = selection.group_rows, table.index.group_rows
-    share = rows / np.maximum(existing, 1)
-    read = ColumnBytes(
-        names=sizes.names,
-        stored=np.where(rows > 0, sizes.stored, 0),
-        decoded=np.rint(sizes.decoded * share).astype(np.int64),
-    )
-    facts = {
-        "filter": str(keep),
-        "empty_row_groups": int(((rows == 0) & (existing > 0)).sum()),
-        "whole_row_groups": int(((rows == existing) & (existing > 0)).sum()),
-        "counted_row_groups": counted.decoded,
-    }
-    return facts, read, rows
 
 
 def _run_remap(args: argparse.Namespace, table: Table) -> int:
@@ -149,8 +111,6 @@ def _open(args: argparse.Namespace) -> Table:
         return open_table(
             args.table[0] if len(args.table) == 1 else args.table,
             version=int(named) if named is not None and named.isdecimal() else named,
-            snapshot_id=args.snapshot_id,
-            timestamp=args.timestamp,
             format=args.format,
             storage_options=options_of(args.storage_options),
             progress=progress,
@@ -165,8 +125,6 @@ def _show(facts: Mapping[str, Any]) -> None:
     table.add_row("row groups", f"{facts['row_groups']:,}, {format_count(per_group, 'row')} each on average")
     deleted = f"; {facts['deleted_rows']:,} more are deleted" if facts["deleted_rows"] else ""
     table.add_row("rows", f"{facts['rows']:,}{deleted}")
-    if "filter" in facts:
-        table.add_row("filter", _selected(facts))
     table.add_row("columns", _columns(facts))
     if facts["partition_columns"]:
         table.add_row("partitions", ", ".join(facts["partition_columns"]))
@@ -203,13 +161,6 @@ def _columns(facts: Mapping[str, Any]) -> str:
     named = ", ".join(names[:6]) + (f", … {len(names) - 6} more" if len(names) > 6 else "")
     stored, decoded = format_bytes(facts["stored_bytes"]), format_bytes(facts["decoded_bytes"])
     return f"{len(names)}: {named}; {stored} stored, about {decoded} decoded"
-
-
-def _selected(facts: Mapping[str, Any]) -> str:
-    return (
-        f"{facts['filter']}: keeps no row of {format_count(facts['empty_row_groups'], 'row group')} and every row of "
-        f"{facts['whole_row_groups']:,}; {facts['counted_row_groups']:,} were decoded to count"
-    )
 
 
 def _version(facts: Mapping[str, Any]) -> str:

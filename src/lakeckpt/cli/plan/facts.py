@@ -68,14 +68,11 @@ class Topology:
         return sum(windows_held_of(lanes) + 1 for lanes in each)
 
 
-def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology, group_rows: Int64Array) -> dict[str, Any]:
-    """Return what reading ``table`` takes, as JSON-able values.
-
-    ``group_rows`` are the rows of each row group that are read: those that exist, or those that a filter keeps.
-    """
-    index, lanes, rows = table.index, topology.lanes, int(group_rows.sum())
+def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology) -> dict[str, Any]:
+    """Return what reading ``table`` takes, as JSON-able values."""
+    index, lanes, rows = table.index, topology.lanes, table.num_rows
     spec = OrderSpec(seed=0, shuffle=topology.shuffle, window=topology.window if topology.shuffle else 1)
-    layout = EpochLayout.build(group_rows, spec, 0, lanes)
+    layout = EpochLayout.build(index.group_rows, spec, 0, lanes)
     windows = _window_bytes(sizes.decoded[layout.order], spec.window, lanes)
     mean, most = (float(windows.mean()), float(windows.max())) if len(windows) else (0.0, 0.0)
     return {
@@ -135,11 +132,9 @@ def _window_bytes(ordered: Int64Array, window: int, lanes: int) -> npt.NDArray[n
     return np.asarray(np.minimum(sums, float(ordered.sum()) / lanes), np.float64)
 
 
-def warnings_of(
-    facts: Mapping[str, Any], table: Table, sizes: ColumnBytes, group_rows: Int64Array, *, has_checksums: bool | None
-) -> Iterator[str]:
-    """Yield a sentence about each thing that is unwise. The arguments are those of `plan_facts`, and its result."""
-    files, rows = facts["files"], group_rows[group_rows > 0]
+def warnings_of(facts: Mapping[str, Any], table: Table, sizes: ColumnBytes) -> Iterator[str]:
+    """Yield a sentence about each thing that is unwise. ``facts`` are the result of `plan_facts`."""
+    files, rows = facts["files"], table.index.group_rows[table.index.group_rows > 0]
     if files >= _MANY_FILES and facts["file_bytes"] < _TINY_FILE * files:
         yield (
             f"tiny files: {files:,} of {facts['file_bytes'] / files / 1000:,.0f} kB on average; opening them "
@@ -168,11 +163,6 @@ def warnings_of(
         yield (
             f"drop_last=True drops {100 * facts['dropped_rows'] / facts['rows']:.1f} % of each epoch "
             f"({facts['dropped_rows']:,} rows); drop_last=False keeps them"
-        )
-    if has_checksums is False:
-        yield (
-            "no page checksums: the first page of the table has none, so damage that still decodes is not noticed. "
-            "Write files with checksums (pyarrow: write_page_checksum=True)"
         )
     if facts["deleted_rows"] > table.num_rows:
         yield (

@@ -156,9 +156,9 @@ class Progress:
         return self._start_of(state.epoch + 1, state)
 
     def load(self, state: ReaderState, *, ahead: int = 0) -> None:
-        """Go on from ``state``; StateMismatch, without a change, where it is of another order of rows.
+        """Go on from ``state``; StateMismatch, without a change, if it belongs to another order of rows.
 
-        StateError where no job comes to it: see `check_place`, for ``ahead`` as well.
+        StateError if no job reaches it: see `check_place`, for ``ahead`` as well.
         """
         identity, given = self.identity, state
         if self.goes_on_elsewhere(state):
@@ -169,7 +169,7 @@ class Progress:
         rejected = [line for line in differences if line.split(":")[0] not in self._accept]
         if rejected:
             raise StateMismatch(
-                "the reader state is of another order of rows than this dataset. They differ in "
+                "the reader state belongs to another order of rows than that of this dataset. They differ in "
                 + "; ".join(rejected)
                 + ". "
                 "Open the dataset with the values of the state, or list the fields to override in "

@@ -2,8 +2,7 @@
 
 deltalake replays the log (commits, checkpoints, compacted logs) and reads the deletion vectors. It returns the files of
 one version, their partition values, and the rows that are left of each. The schema holds the physical name or field id
-by which files store each column. A version is named by its number, or by a time: the newest version that was committed
-by then, by the timestamps in the commits where the table has them, else by the modification times of the log's files.
+by which files store each column. A version is named by its number.
 
 Refused by name, because they could not be read exactly: reader features that are not in `READER_FEATURES`, and
 partition columns of bytes, whose escapes deltalake does not undo. The module opens no data file.
@@ -11,7 +10,7 @@ partition columns of bytes, whose escapes deltalake does not undo. The module op
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -39,7 +38,7 @@ from lakeckpt.lake.parquet.footer import Int64Array
 from lakeckpt.lake.storage.base import Storage, redact_uri, split_uri
 from lakeckpt.lake.table.column_mapping import ColumnMapping, StoredField
 from lakeckpt.lake.table.listing import common_root, open_root, paths_below
-from lakeckpt.lake.table.version import TableVersion, VersionAsked
+from lakeckpt.lake.table.version import TableVersion
 
 __all__ = ["READER_FEATURES", "pin"]
 
@@ -59,24 +58,17 @@ MAX_READER_VERSION = 3
 _LOG = "_delta_log"
 _VECTORS = "its deletion vectors"
 _COMMIT_HEAD_BYTES = 64 * 1024
-_ICT, _ICT_SINCE = "delta.enableInCommitTimestamps", "delta.inCommitTimestampEnablementVersion"
 _ID, _PHYSICAL = "delta.columnMapping.id", "delta.columnMapping.physicalName"
 
 
-def pin(place: str, *, asked: VersionAsked, storage_options: Mapping[str, Any] | None, threads: int) -> PinnedFiles:
-    """Return what the version ``asked`` for of the table at ``place`` consists of (`dispatch.pin`)."""
+def pin(
+    place: str, *, version: int | str | None, storage_options: Mapping[str, Any] | None, threads: int
+) -> PinnedFiles:
+    """Return what a version of the table at ``place`` consists of (`dispatch.pin`)."""
     uri, storage = redact_uri(place), open_root(place, storage_options)
-    version = asked.version
     if isinstance(version, str) or (version is not None and version < 0):
         raise ConfigError(f"version={version!r}: versions of the Delta table {uri!r} are numbers from 0")
     options = object_store_options(place, storage_options)
-    if asked.timestamp is not None:
-        newest = _opened(place, None, options, uri)
-        with _asking(uri, "its properties"):
-            configuration = newest.metadata().configuration
-        version = _version_at(
-            storage, int(asked.timestamp.timestamp() * 1000), configuration, uri, str(asked.timestamp)
-        )
     table = _opened(place, version, options, uri)
     return _pinned(table, place, storage, uri)
 
@@ -205,53 +197,19 @@ def _stored_below(kind: Any, mode: str) -> tuple[StoredField, ...]:
     return tuple(StoredField(names=("-",), children=_stored_below(one, mode)) for one in below)
 
 
-def _version_at(storage: Storage, asked_ms: int, configuration: Mapping[str, str], uri: str, shown: str) -> int:
-    """Return the newest version that was committed by a time."""
-    names = {info.path.rpartition("/")[2]: info for info in storage.list(_LOG)}
-    commits = sorted(
-        (int(name[:20]), info) for name, info in names.items() if name[20:] == ".json" and name[:20].isdigit()
-    )
-    times: dict[int, int] = {}
-    last = -1
-    for number, info in commits:  # clocks may step back: a commit is later than the one before
-        last = times[number] = max(last + 1, (info.mtime_ns or 0) // 1_000_000)
-    in_commits = configuration.get(_ICT) == "true"
-    since = int(configuration.get(_ICT_SINCE, 0))
-
-    def committed(number: int) -> int:
-        found = _commit_info(storage, number).get("inCommitTimestamp") if in_commits and number >= since else None
-        return times[number] if found is None else int(found)
-
-    numbers = [number for number, _ in commits]
-    place = bisect.bisect_right(numbers, asked_ms, key=committed) - 1
-    if place < 0:
-        raise TableNotFound(
-            f"the log of the Delta table {uri!r} has no version as old as {shown}: its oldest commit is "
-            + (f"version {numbers[0]}; open that, or a later time" if numbers else "gone: open it by version")
-        )
-    return numbers[place]
-
-
 def _committed_ms(storage: Storage, number: int) -> int | None:
-    info = _commit_info(storage, number)
-    found = info.get("inCommitTimestamp", info.get("timestamp"))
-    return found if type(found) is int else None
-
-
-def _commit_info(storage: Storage, number: int) -> dict[str, Any]:
-    """Return the ``commitInfo`` in the first lines of a commit; empty where the commit is gone or has none."""
+    """Return the time in the first lines of a commit; None where the commit is gone or has none."""
     try:
         head = storage.read(f"{_LOG}/{number:020}.json", 0, _COMMIT_HEAD_BYTES)
     except ObjectMissing:
-        return {}
+        return None
     for line in head.split(b"\n")[:8]:
-        try:
-            found = json.loads(line).get("commitInfo")
-        except (ValueError, AttributeError):
-            continue
-        if isinstance(found, dict):
-            return found
-    return {}
+        with contextlib.suppress(ValueError, AttributeError):
+            info = json.loads(line).get("commitInfo")
+            if isinstance(info, dict):
+                found = info.get("inCommitTimestamp", info.get("timestamp"))
+                return found if type(found) is int else None
+    return None
 
 
 def _asking(uri: str, what: str) -> AbstractContextManager[None]:

@@ -8,7 +8,6 @@ has that format. No row is decoded. The threads that read footers and listings a
 from __future__ import annotations
 
 import contextlib
-import datetime
 import importlib.util
 import os
 import warnings
@@ -27,7 +26,7 @@ from lakeckpt.lake.storage.open import FILESYSTEM, open_storage, with_filesystem
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.listing import Found, Source, find_files
 from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
-from lakeckpt.lake.table.version import TableFormat, VersionAsked
+from lakeckpt.lake.table.version import TableFormat
 
 __all__ = ["is_of_catalog", "open_table", "pin"]
 
@@ -43,8 +42,6 @@ def open_table(
     source: Source | CatalogTable,
     *,
     version: int | str | None = None,
-    snapshot_id: int | None = None,
-    timestamp: datetime.datetime | str | None = None,
     format: TableFormat | None = None,
     storage_options: Mapping[str, Any] | None = None,
     footer_cache: str | os.PathLike[str] | None = None,
@@ -61,9 +58,8 @@ def open_table(
     ``filesystem`` of fsspec, by a URL of it: that reads plain Parquet and Iceberg tables. For other URLs that fsspec
     knows, it makes the filesystem of ``storage_options``.
 
-    The version is the newest, or the one named by ``version`` (Delta: a number; Hudi: an instant; Iceberg: a tag or a
-    branch), by ``snapshot_id`` (Iceberg), or the one that was current at ``timestamp`` (a datetime, or ISO 8601 text,
-    with a time zone).
+    The version is the newest, or the one named by ``version`` (Delta: a number; Hudi: an instant; Iceberg: a tag, a
+    branch or the id of a snapshot). The library of the format says which version was current at a time.
 
     Footers are read by ``threads`` threads (None: 16 for local folders, else 48), and ``progress(files_done, files)``
     called as they arrive. ``footer_cache`` is a place, such as that of a run, where they are kept (``footers/``): for
@@ -85,7 +81,7 @@ def open_table(
     storage_options = with_filesystem(storage_options, filesystem)
     if format is not None and format not in get_args(TableFormat):
         raise ConfigError(f"format={format!r}: expected one of {', '.join(get_args(TableFormat))}")
-    asked, excluded = VersionAsked.of(version, snapshot_id, timestamp), _row_groups(exclude)
+    excluded = _row_groups(exclude)
     found: Found | None = None
     pinned: PinnedFiles | None = None
     kind: TableFormat = "iceberg"
@@ -93,11 +89,11 @@ def open_table(
     if not is_of_catalog(source):
         found = find_files(cast(Source, source), storage_options=storage_options, threads=threads, kind=format)
         kind, place = found.format, found.place
-        asked.check(kind, found.uri)
     elif format not in (None, kind):
         raise ConfigError(f"format={format!r} was given, but the table is an Iceberg catalog's")
+    _check_version(version, found)
     if found is None or kind != "parquet":
-        pinned = pin(kind, place, asked=asked, storage_options=storage_options, threads=threads)
+        pinned = pin(kind, place, version=version, storage_options=storage_options, threads=threads)
         found = listed(found, pinned, storage_options=storage_options, threads=threads)
     if isinstance(found.storage, LocalStorage):
         threads = min(threads, THREADS_LOCAL)
@@ -116,7 +112,7 @@ def open_table(
         exclude=excluded,
         threads=threads,
     )
-    named = bool(asked.given)
+    named = version is not None
     return Table(
         uri=found.uri,
         storage=found.storage,
@@ -125,6 +121,19 @@ def open_table(
         named=named,
         exclude=excluded,
     )
+
+
+def _check_version(version: object, found: Found | None) -> None:
+    """Raise `ConfigError` where ``version`` cannot name a version of the table that was found."""
+    if version is None:
+        return
+    if isinstance(version, bool) or not isinstance(version, int | str):
+        raise ConfigError(f"version={version!r}: expected int or str")
+    if found is not None and found.format == "parquet":
+        raise ConfigError(
+            f"version={version!r} was given, but {found.uri!r} is a Parquet table: plain files have no versions, leave "
+            "it out"
+        )
 
 
 def _row_groups(exclude: object) -> tuple[tuple[str, int], ...]:
@@ -167,9 +176,14 @@ def is_of_catalog(source: object) -> bool:
 
 
 def pin(
-    kind: TableFormat, place: object, *, asked: VersionAsked, storage_options: Mapping[str, Any] | None, threads: int
+    kind: TableFormat,
+    place: object,
+    *,
+    version: int | str | None,
+    storage_options: Mapping[str, Any] | None,
+    threads: int,
 ) -> PinnedFiles:
-    """Return what the version ``asked`` for of the table at ``place`` consists of: a URI, or a table of pyiceberg's.
+    """Return what a version (None: the newest) of the table at ``place`` consists of: a URI, or a table of pyiceberg's.
 
     `ConfigError` where the format's library is not installed or has no such version, `TableError` where
     the table needs what cannot be read exactly.
@@ -180,6 +194,6 @@ def pin(
             f'tables in the format {kind} are read by {library}, which is not installed: pip install "lakeckpt[{kind}]"'
         )
     pinned: PinnedFiles = importlib.import_module(module).pin(
-        place, asked=asked, storage_options=storage_options, threads=threads
+        place, version=version, storage_options=storage_options, threads=threads
     )
     return pinned

@@ -89,7 +89,7 @@ def dump_footers(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary]) 
 
 def load_footers(data: bytes) -> Known:
     """Return what `dump_footers` wrote. `WireError` where it is damaged, newer, or something else."""
-    value = loads(data, kind=KIND, supported=VERSION).value
+    value = loads(data, kind=KIND, supported=VERSION)
     index, codes = TableIndex.loads(value["index"]), value["schema_codes"].tolist()
     schemas = [pa.ipc.read_schema(pa.py_buffer(one)) for one in value["schemas"]]
     found = {}

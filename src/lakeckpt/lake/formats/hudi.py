@@ -3,7 +3,7 @@
 hudi replays the timeline and returns the file slices that were current at an instant. Each slice of a copy-on-write
 table is one Parquet file, which holds all columns, partition columns and Hudi's own (``_hoodie_…``) included. hudi
 lists the files that are there; `lakeckpt.lake.formats.hudi_timeline` finds out whether any is gone. A version is named
-by its instant, or by a time: the newest instant that was requested by then.
+by its instant.
 
 The schema is the one that the commit of the instant recorded, which hudi turns into Arrow's. Refused by name, because
 they could not be read exactly: slices with log files (merge-on-read that was not compacted), base files that are not
@@ -13,7 +13,6 @@ read. The module opens no data file.
 
 from __future__ import annotations
 
-import datetime
 import json
 import tempfile
 from collections.abc import Mapping
@@ -26,7 +25,6 @@ import pyarrow as pa
 from hudi import HudiReadOptions, HudiTable, HudiTableBuilder
 
 from lakeckpt.errors import (
-    ConfigError,
     StorageError,
     TableError,
     TableNotFound,
@@ -36,7 +34,7 @@ from lakeckpt.lake.formats.clients import asking, is_of_the_store, object_store_
 from lakeckpt.lake.formats.hudi_timeline import Commit, expected_files, lost_groups, read_commits
 from lakeckpt.lake.formats.model import PinnedFile, PinnedFiles
 from lakeckpt.lake.storage.base import redact_uri
-from lakeckpt.lake.table.version import TableVersion, VersionAsked
+from lakeckpt.lake.table.version import TableVersion
 
 __all__ = ["pin"]
 
@@ -50,45 +48,37 @@ _SCHEMA_ONLY = (
 )
 
 
-def pin(place: str, *, asked: VersionAsked, storage_options: Mapping[str, Any] | None, threads: int) -> PinnedFiles:
-    """Return what the instant ``asked`` for of the table at ``place`` consists of (`dispatch.pin`)."""
+def pin(
+    place: str, *, version: int | str | None, storage_options: Mapping[str, Any] | None, threads: int
+) -> PinnedFiles:
+    """Return what the instant ``version`` of the table at ``place`` consists of (`dispatch.pin`)."""
     uri = redact_uri(place)
     with _asking(uri, "its properties and timeline"):
         builder = HudiTableBuilder.from_base_uri(place)
         table = builder.with_storage_options(object_store_options(place, storage_options)).build()
         options, zone, commits = table.hudi_options(), table.timezone, read_commits(table)
     _check_features(options, uri)
-    chosen = _chosen(commits, asked, zone, uri)
+    chosen = _chosen(commits, version, uri)
     known = [] if chosen is None else [commit for commit in commits if commit.name <= chosen.name]
-    version = TableVersion(
-        format="hudi",
-        name=_NO_COMMIT if chosen is None else chosen.name,
-        timestamp_ms=chosen.instant.epoch_mills if chosen is not None and zone == _UTC else None,
-        table_id=table.table_name,
+    return PinnedFiles(
+        version=TableVersion(
+            format="hudi",
+            name=_NO_COMMIT if chosen is None else chosen.name,
+            timestamp_ms=chosen.instant.epoch_mills if chosen is not None and zone == _UTC else None,
+            table_id=table.table_name,
+        ),
+        files=() if chosen is None else _files(table, commits, chosen, uri),
+        schema=_schema(table, options, known, uri),
     )
-    files = () if chosen is None else _files(table, commits, chosen, uri)
-    return PinnedFiles(version=version, files=files, schema=_schema(table, options, known, uri))
 
 
-def _chosen(commits: list[Commit], asked: VersionAsked, zone: str, uri: str) -> Commit | None:
-    if asked.version is not None:
-        named = [commit for commit in commits if commit.name == str(asked.version)]
-        if not named:
-            raise TableNotFound(f"the Hudi table {uri!r} has no completed instant {asked.version}: {_offer(commits)}")
-        return named[0]
-    if asked.timestamp is None:
+def _chosen(commits: list[Commit], version: int | str | None, uri: str) -> Commit | None:
+    if version is None:
         return commits[-1] if commits else None
-    if zone != _UTC:
-        raise ConfigError(
-            f"the instants of the Hudi table {uri!r} are in the local time of the writer, which the table does "
-            f"not record: name one by version. {_offer(commits)}"
-        )
-    when = int(asked.timestamp.timestamp() * 1000)
-    older = [commit for commit in commits if commit.instant.epoch_mills <= when]
-    if not older:
-        shown = asked.timestamp.astimezone(datetime.UTC).isoformat()
-        raise TableNotFound(f"the Hudi table {uri!r} has no instant as old as {shown}: {_offer(commits)}")
-    return older[-1]
+    named = [commit for commit in commits if commit.name == str(version)]
+    if not named:
+        raise TableNotFound(f"the Hudi table {uri!r} has no completed instant {version}: {_offer(commits)}")
+    return named[0]
 
 
 def _offer(commits: list[Commit]) -> str:

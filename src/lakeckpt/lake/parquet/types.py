@@ -1,6 +1,6 @@
 """This module brings Arrow types and arrays into the forms in which columns are delivered.
 
-A *plain* type has no dictionaries, run ends, views or extension types at any depth, because these only encode values.
+A *plain* type has no dictionaries, views or extension types at any depth, because these only encode values.
 `plain` brings an array into its plain type. `resized` changes the width of the offsets of lists. The module never
 changes an array that it is given, and never copies an array that already has the wanted type.
 """
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from lakeckpt.errors import SchemaError
 
 __all__ = ["DECIMALS", "canonical", "narrow_type", "plain", "plain_type", "resized", "wide_type"]
 
@@ -35,7 +36,10 @@ _CANONICAL = frozenset(
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type of the values of ``kind``, without what only encodes them, and without metadata of fields."""
+    """Return the type of the values of ``kind``, without what only encodes them, and without metadata of fields.
+
+    Raises `SchemaError` for list views, which no writer but pyarrow puts into Parquet files.
+    """
     return _rebuilt(kind, _value_type)
 
 
@@ -70,15 +74,13 @@ def _rebuilt(kind: pa.DataType, change: Callable[[pa.DataType], pa.DataType]) ->
 def _value_type(kind: pa.DataType) -> pa.DataType:
     if isinstance(kind, pa.BaseExtensionType):
         return _value_type(kind.storage_type)
-    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+    if pa.types.is_dictionary(kind):
         return _value_type(kind.value_type)
     if pa.types.is_string_view(kind):
         return pa.string()
-    if pa.types.is_binary_view(kind):
-        return pa.binary()
-    if pa.types.is_large_list_view(kind):
-        return pa.large_list(kind.value_field)
-    return pa.list_(kind.value_field) if pa.types.is_list_view(kind) else kind
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+        raise SchemaError(f"the type {kind} is not read: write the file again with lists instead of list views")
+    return pa.binary() if pa.types.is_binary_view(kind) else kind
 
 
 def _narrow(kind: pa.DataType) -> pa.DataType:
@@ -107,10 +109,6 @@ def canonical(array: pa.Array) -> pa.Array:
         array = array.storage
     if pa.types.is_dictionary(array.type):
         return _looked_up(plain(array.dictionary), array.indices)  # views cannot be gathered from: hence plain
-    if pa.types.is_run_end_encoded(array.type):
-        return plain(pc.run_end_decode(array))
-    if pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type):
-        return _from_list_view(array)
     return array.cast(_value_type(array.type))
 
 
@@ -120,21 +118,6 @@ def _looked_up(values: pa.Array, indices: pa.Array) -> pa.Array:
     except pa.ArrowIndexError:  # under nulls of a parent there may be any index
         known = pc.and_(pc.greater_equal(indices, 0), pc.less(indices, len(values)))
         return values.take(pc.if_else(known, indices, None))
-
-
-def _from_list_view(array: pa.Array) -> pa.Array:
-    """Return a list view as a list: Arrow 26 casts those without nulls to lists that lack their last offset."""
-    null = array.is_null().to_numpy(zero_copy_only=False)
-    starts = array.offsets.to_numpy().astype(np.int64)
-    sizes = np.where(null, 0, array.sizes.to_numpy())
-    ends = np.cumsum(sizes)
-    begins = ends - sizes
-    places = np.repeat(starts - begins, sizes) + np.arange(ends[-1] if len(ends) else 0)
-    offsets = np.concatenate([np.zeros(1, np.int64), ends])
-    elements = plain(array.values).take(pa.array(places))
-    kind = plain_type(array.type)
-    lists, width = (pa.LargeListArray, pa.int64()) if pa.types.is_large_list(kind) else (pa.ListArray, pa.int32())
-    return lists.from_arrays(pa.array(offsets).cast(width), elements, type=kind, mask=pa.array(null))
 
 
 def plain(array: pa.Array) -> pa.Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from lakeckpt.errors import ConfigError
@@ -132,39 +132,23 @@ def _of_profile(profile: str) -> tuple[Callable[[], Credentials], str | None]:
 
     botocore renews them (SSO, assumed roles).
     """
-    session = _session_of(profile)
-    found = session.get_credentials()
-    if found is None:
-        raise ConfigError(f"the AWS profile {profile!r} has no credentials")
-
-    def provider() -> Credentials:
-        frozen = found.get_frozen_credentials()
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": datetime.now(UTC) + _PROFILE_LIFETIME,
-        }
-
-    return provider, session.get_config_variable("region")
-
-
-def _session_of(profile: str) -> Any:
-    """Return botocore's session with a profile."""
     try:
         import botocore.exceptions
         import botocore.session
+        from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError:
         raise ConfigError(
-            "AWS profiles are read by botocore, which is not installed: pip install 'lakeckpt[aws]', or set "
+            "AWS profiles are read by boto3, which is not installed: pip install 'lakeckpt[aws]', or set "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         ) from None
     try:
         session = botocore.session.Session(profile=profile)
-        session.get_scoped_config()
+        session.get_scoped_config()  # obstore's provider does not notice that there is no such profile
+        return Boto3CredentialProvider(session, ttl=_PROFILE_LIFETIME), session.get_config_variable("region")
     except botocore.exceptions.BotoCoreError as error:
         raise ConfigError(f"cannot use the AWS profile {profile!r}: {error}") from None
-    return session
+    except ValueError:
+        raise ConfigError(f"the AWS profile {profile!r} has no credentials") from None
 
 
 def _profile_of_environment(found: Mapping[str, Any], provider: object) -> str | None:

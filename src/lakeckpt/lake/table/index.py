@@ -209,7 +209,7 @@ class TableIndex:
     @classmethod
     def loads(cls, data: bytes) -> TableIndex:
         """Read what `dumps` wrote. `WireError` where it is damaged, newer, or not an index; nothing else."""
-        value = loads(data, kind=KIND, supported=VERSION).value
+        value = loads(data, kind=KIND, supported=VERSION)
         try:
             index, digest = cls._of_document(value), value["digest"]
         except Exception as error:  # whatever a document that is none of ours makes numpy and pyarrow raise

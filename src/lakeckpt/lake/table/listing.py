@@ -32,12 +32,22 @@ from lakeckpt.lake.storage.open import open_for_table
 from lakeckpt.lake.table.partitions import is_partition_folder
 from lakeckpt.lake.table.version import TableFormat
 
-__all__ = ["Found", "Source", "common_root", "find_files", "list_exactly", "open_root", "paths_below"]
+__all__ = [
+    "METADATA_FILES",
+    "Found",
+    "Source",
+    "common_root",
+    "find_files",
+    "list_exactly",
+    "open_root",
+    "paths_below",
+]
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 PARQUET_SUFFIXES = (".parquet", ".parq", ".pqt", ".pq")
 MAX_SINGLE_LISTINGS = 64
 METADATA_FILES = (".metadata.json", ".metadata.json.gz")
+"""How the names of Iceberg's metadata files end."""
 _MAGIC = re.compile(r"[*?\[]")
 _INNER = re.compile(r"/(?:_delta_log|\.hoodie)/.|/metadata/(?:v\d+|\d{5,}-[\w-]+)(?:\.gz)?\.metadata\.json(?:\.gz)?$")
 """Behind the folder of a table that lies in another folder."""

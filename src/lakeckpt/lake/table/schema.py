@@ -52,7 +52,11 @@ def table_schema(files: Sequence[tuple[str, pa.Schema]], partitions: Sequence[Pa
 
 
 def _plain_field(field: pa.Field) -> pa.Field:
-    return pa.field(field.name, plain_type(field.type), nullable=field.nullable)
+    try:
+        kind = plain_type(field.type)
+    except SchemaError as error:
+        raise SchemaError(f"column {field.name!r}: {error}") from None
+    return pa.field(field.name, kind, nullable=field.nullable)
 
 
 def _disagreement(files: Sequence[tuple[str, pa.Schema]]) -> SchemaError | None:

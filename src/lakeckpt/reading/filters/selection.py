@@ -111,7 +111,7 @@ class RowSelection:
     @classmethod
     def loads(cls, data: bytes) -> RowSelection:
         """Read what `dumps` wrote. Raises `WireError` where it is damaged, newer, or no selection; nothing else."""
-        value = loads(data, kind=KIND, supported=VERSION).value
+        value = loads(data, kind=KIND, supported=VERSION)
         try:
             found = cls(**{one.name: value[one.name] for one in fields(cls) if one.init})
             digest = value["digest"]

@@ -23,7 +23,7 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.types import NestedField, PrimitiveType
 
 from lakeckpt.errors import DataFileDamaged, LakeckptError, TableError, one_line
-from lakeckpt.lake.formats.iceberg.plan import DeleteFile, PlannedFile
+from lakeckpt.lake.formats.iceberg.plan import Entry, PlannedFile
 from lakeckpt.lake.table.deletes import Int64Array
 
 __all__ = ["rows_deleted_by_value"]
@@ -63,12 +63,12 @@ def rows_deleted_by_value(
     return {location: ordinals for location, ordinals in rows.items() if len(ordinals)}
 
 
-def _compared(delete: DeleteFile, metadata: TableMetadata) -> Schema:
+def _compared(delete: Entry, metadata: TableMetadata) -> Schema:
     """Return the columns that a delete file compares, as they are now, or as they were before they were dropped."""
-    if delete.format != FileFormat.PARQUET.value:
+    if delete.file.file_format != FileFormat.PARQUET:
         raise TableError(
-            f"the equality delete file {delete.location!r} is {delete.format}: only Parquet is read here. "
-            "Compact the table (rewrite_data_files)"
+            f"the equality delete file {delete.location!r} is {delete.file.file_format.value}: only Parquet is read "
+            "here. Compact the table (rewrite_data_files)"
         )
     schemas = [metadata.schema(), *sorted(metadata.schemas, key=lambda one: -one.schema_id)]
     fields = []

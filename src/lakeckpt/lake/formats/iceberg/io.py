@@ -23,26 +23,13 @@ __all__ = ["StorageIO", "plain_location", "storage_options_of"]
 _SLASHES = re.compile("/{2,}")
 """One slash, in a local path alone."""
 _SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfss": "abfs", "wasb": "abfs", "wasbs": "abfs", "local": "file"}
-_S3 = {
-    "key": ("s3.access-key-id", "client.access-key-id"),
-    "secret": ("s3.secret-access-key", "client.secret-access-key"),
-    "token": ("s3.session-token", "client.session-token"),
-    "profile": ("s3.profile-name", "client.profile-name"),
-}
-_S3_CLIENT = {"endpoint_url": ("s3.endpoint",), "region_name": ("s3.region", "client.region")}
-_OTHERS = {
-    "gs": {"token": ("gcs.oauth2.token",), "project": ("gcs.project-id",), "endpoint_url": ("gcs.service.host",)},
-    "abfs": {
-        "connection_string": ("adls.connection-string",),
-        "account_name": ("adls.account-name",),
-        "account_key": ("adls.account-key",),
-        "sas_token": ("adls.sas-token",),
-        "tenant_id": ("adls.tenant-id",),
-        "client_id": ("adls.client-id",),
-        "client_secret": ("adls.client-secret",),
-    },
-}
-_UNKNOWN_TO_STORAGES = ("s3.signer", "s3.role-arn", "client.role-arn", "s3.proxy-uri")
+_BOOLEANS = {"true": True, "false": False}
+_PREFIXES = {"s3": ("client.", "s3."), "abfs": ("adls.",), "gs": ("gcs.",)}
+"""How the properties of a store begin. Of one name, the last prefix counts."""
+_S3 = "access-key-id secret-access-key session-token profile-name endpoint region anonymous force-virtual-addressing"
+_AZURE = "account-name account-key sas-token tenant-id client-id client-secret"
+_PASSED_ON = frozenset(f"{_S3} {_AZURE}".split())
+_REFUSED = frozenset({"signer", "role-arn", "proxy-uri", "connection-string", "oauth2.token"})
 
 
 def plain_location(location: str) -> str:
@@ -70,34 +57,18 @@ def storage_options_of(properties: Mapping[str, Any], location: str) -> dict[str
 
     `ConfigError` where the properties ask for what only pyiceberg's own clients do: then pass ``storage_options``.
     """
-    scheme = split_uri(plain_location(location))[0]
-    if scheme in _OTHERS:
-        return _chosen(properties, _OTHERS[scheme]) or None
-    if scheme != "s3":
-        return None
-    for name in _UNKNOWN_TO_STORAGES:
-        if properties.get(name):
-            raise ConfigError(
-                f"the catalog sets {name!r}, which cannot be passed on: give open_table storage_options= for the "
-                "store that the data files lie in"
-            )
-    options: dict[str, Any] = _chosen(properties, _S3)
-    client = _chosen(properties, _S3_CLIENT)
-    if client:
-        options["client_kwargs"] = client
-    if str(properties.get("s3.anonymous", "")).lower() == "true":
-        options["anon"] = True
-    if str(properties.get("s3.force-virtual-addressing", "")).lower() == "true":
-        options["config_kwargs"] = {"s3": {"addressing_style": "virtual"}}
-    return options or None
-
-
-def _chosen(properties: Mapping[str, Any], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    found = {
-        ours: next((properties[name] for name in theirs if properties.get(name)), None)
-        for ours, theirs in names.items()
-    }
-    return {name: value for name, value in found.items() if value is not None}
+    found: dict[str, Any] = {}
+    for prefix in _PREFIXES.get(split_uri(plain_location(location))[0], ()):
+        given = {name.removeprefix(prefix): value for name, value in properties.items() if name.startswith(prefix)}
+        for name, value in given.items():
+            if value and name in _REFUSED:
+                raise ConfigError(
+                    f"the catalog sets {prefix + name!r}, which cannot be passed on: give open_table storage_options= "
+                    "for the store that the data files lie in"
+                )
+            if value and name in _PASSED_ON:
+                found[name.replace("-", "_")] = _BOOLEANS.get(str(value).lower(), value)
+    return found or None
 
 
 class StorageIO(FileIO):

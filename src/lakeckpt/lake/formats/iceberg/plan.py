@@ -41,7 +41,7 @@ from pyiceberg.types import StringType
 
 from lakeckpt.errors import TableError
 
-__all__ = ["DeleteFile", "PlannedFile", "plan_files"]
+__all__ = ["Entry", "PlannedFile", "plan_files"]
 
 PATH_FIELD_ID = 2147483546
 _PLACE = {field.name: place for place, field in enumerate(DATA_FILE_TYPE[3].fields)}
@@ -49,22 +49,30 @@ _Partition = tuple[int, tuple[object, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeleteFile:
-    """One delete file of a snapshot, as its manifest has it.
+class Entry:
+    """One live entry of a manifest: a data file or a delete file of the snapshot."""
 
-    ``start`` and ``size_bytes`` (of a deletion vector): where its bytes lie in the file; ``count`` the deleted rows or
-    the values that it lists; ``equality_ids`` the columns that equality deletes compare, by field id; ``file`` the
-    manifest's own entry.
-    """
-
-    location: str
-    format: str
     sequence: int
-    count: int
-    start: int | None = None
-    size_bytes: int | None = None
-    equality_ids: tuple[int, ...] = ()
-    file: DataFile = field(repr=False, compare=False)
+    partition: _Partition
+    file: DataFile
+
+    @property
+    def location(self) -> str:
+        return self.file.file_path
+
+    @property
+    def count(self) -> int:
+        """The rows of a data file, or the rows or values that a delete file lists."""
+        return self.file.record_count
+
+    @property
+    def equality_ids(self) -> tuple[int, ...]:
+        """The columns that equality deletes compare, by field id."""
+        return tuple(self.file.equality_ids or ())
+
+    def get(self, name: str) -> Any:
+        """Return a property of the file by its name in the specification."""
+        return self.file[_PLACE[name]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,23 +87,10 @@ class PlannedFile:
     size_bytes: int
     rows: int
     constants: dict[int, Any] = field(default_factory=dict)
-    vector: DeleteFile | None = None
-    positions: tuple[DeleteFile, ...] = ()
-    equalities: tuple[DeleteFile, ...] = ()
+    vector: Entry | None = None
+    positions: tuple[Entry, ...] = ()
+    equalities: tuple[Entry, ...] = ()
     file: DataFile = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """One live entry of a manifest."""
-
-    sequence: int
-    partition: _Partition
-    file: DataFile
-
-    def get(self, name: str) -> Any:
-        """Return a property of the file by its name in the specification."""
-        return self.file[_PLACE[name]]
 
 
 def plan_files(
@@ -126,7 +121,7 @@ def plan_files(
     return sorted(planned, key=lambda one: one.location)
 
 
-def _planned(entry: _Entry, deletes: _Deletes, spec: PartitionSpec) -> PlannedFile:
+def _planned(entry: Entry, deletes: _Deletes, spec: PartitionSpec) -> PlannedFile:
     path = entry.file.file_path
     if entry.file.file_format != FileFormat.PARQUET:
         raise TableError(
@@ -150,7 +145,7 @@ def _planned(entry: _Entry, deletes: _Deletes, spec: PartitionSpec) -> PlannedFi
     )
 
 
-def _live_entries(manifest: ManifestFile, io: FileIO) -> list[_Entry]:
+def _live_entries(manifest: ManifestFile, io: FileIO) -> list[Entry]:
     """Return the entries of a manifest that are not deleted, sequence numbers and partitioning inherited."""
     entries = []
     with AvroFile[ManifestEntry](
@@ -168,7 +163,7 @@ def _live_entries(manifest: ManifestFile, io: FileIO) -> list[_Entry]:
             file.spec_id = manifest.partition_spec_id
             sequence = manifest.sequence_number if entry.sequence_number is None else entry.sequence_number
             partition = tuple(_comparable(file.partition[i]) for i in range(len(file.partition)))
-            entries.append(_Entry(sequence=sequence, partition=(manifest.partition_spec_id, partition), file=file))
+            entries.append(Entry(sequence=sequence, partition=(manifest.partition_spec_id, partition), file=file))
     return entries
 
 
@@ -176,16 +171,16 @@ def _live_entries(manifest: ManifestFile, io: FileIO) -> list[_Entry]:
 class _Deletes:
     """The delete files of a snapshot, by what they can apply to."""
 
-    vectors: dict[str, list[_Entry]]
-    positions_of_file: dict[str, list[_Entry]]
-    positions_of_partition: dict[_Partition, list[_Entry]]
-    equalities_of_partition: dict[_Partition, list[_Entry]]
-    equalities_of_all: list[_Entry]
+    vectors: dict[str, list[Entry]]
+    positions_of_file: dict[str, list[Entry]]
+    positions_of_partition: dict[_Partition, list[Entry]]
+    equalities_of_partition: dict[_Partition, list[Entry]]
+    equalities_of_all: list[Entry]
     whole: set[int]
     """The partitionings that have no fields: one partition is the whole table."""
 
     @classmethod
-    def of(cls, entries: Iterable[_Entry], whole: set[int]) -> _Deletes:
+    def of(cls, entries: Iterable[Entry], whole: set[int]) -> _Deletes:
         made = cls(
             vectors=defaultdict(list),
             positions_of_file=defaultdict(list),
@@ -198,7 +193,7 @@ class _Deletes:
             made._add(entry)
         return made
 
-    def _add(self, entry: _Entry) -> None:
+    def _add(self, entry: Entry) -> None:
         file = entry.file
         only = _only_file(entry)
         if file.content == DataFileContent.EQUALITY_DELETES:
@@ -220,7 +215,7 @@ class _Deletes:
             if only is not None:
                 self.positions_of_file[only].append(entry)
 
-    def vector(self, data: _Entry) -> DeleteFile | None:
+    def vector(self, data: Entry) -> Entry | None:
         path = data.file.file_path
         found = [one for one in self.vectors.get(path, ()) if one.sequence >= data.sequence]
         if len(found) > 1:
@@ -228,34 +223,20 @@ class _Deletes:
                 f"the data file {path!r} has {len(found)} deletion vectors ({found[0].file.file_path!r}, "
                 f"{found[1].file.file_path!r}): a snapshot has one at most. Write the deletes again"
             )
-        return _delete_file(found[0]) if found else None
+        return found[0] if found else None
 
-    def positions(self, data: _Entry) -> tuple[DeleteFile, ...]:
+    def positions(self, data: Entry) -> tuple[Entry, ...]:
         path = data.file.file_path
         candidates = [*self.positions_of_file.get(path, ()), *self.positions_of_partition.get(data.partition, ())]
         applying = (one for one in candidates if one.sequence >= data.sequence and _may_hold(one, path))
-        return tuple({one.file.file_path: _delete_file(one) for one in applying}.values())
+        return tuple({one.location: one for one in applying}.values())
 
-    def equalities(self, data: _Entry) -> tuple[DeleteFile, ...]:
+    def equalities(self, data: Entry) -> tuple[Entry, ...]:
         candidates = [*self.equalities_of_all, *self.equalities_of_partition.get(data.partition, ())]
-        return tuple(_delete_file(one) for one in candidates if one.sequence > data.sequence)
+        return tuple(one for one in candidates if one.sequence > data.sequence)
 
 
-def _delete_file(entry: _Entry) -> DeleteFile:
-    file = entry.file
-    return DeleteFile(
-        location=file.file_path,
-        format=file.file_format.value,
-        sequence=entry.sequence,
-        count=file.record_count,
-        start=entry.get("content_offset"),
-        size_bytes=entry.get("content_size_in_bytes"),
-        equality_ids=tuple(file.equality_ids or ()),
-        file=file,
-    )
-
-
-def _only_file(entry: _Entry) -> str | None:
+def _only_file(entry: Entry) -> str | None:
     """Return the one data file that all deletes of a file are for, where its manifest names it."""
     named = entry.get("referenced_data_file")
     if named is not None:
@@ -264,13 +245,13 @@ def _only_file(entry: _Entry) -> str | None:
     return lower if lower is not None and lower == upper else None
 
 
-def _may_hold(entry: _Entry, path: str) -> bool:
+def _may_hold(entry: Entry, path: str) -> bool:
     """Return whether the bounds of the paths in a delete file include ``path``; bounds of long paths are cut."""
     lower, upper = _path_bounds(entry)
     return (lower is None or lower <= path) and (upper is None or path <= upper or path.startswith(upper))
 
 
-def _path_bounds(entry: _Entry) -> tuple[str | None, str | None]:
+def _path_bounds(entry: Entry) -> tuple[str | None, str | None]:
     lower = (entry.file.lower_bounds or {}).get(PATH_FIELD_ID)
     upper = (entry.file.upper_bounds or {}).get(PATH_FIELD_ID)
     try:

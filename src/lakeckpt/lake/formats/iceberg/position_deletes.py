@@ -17,17 +17,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
+from pyiceberg.manifest import FileFormat
 from pyroaring import BitMap64
 
 from lakeckpt.errors import DataFileDamaged, LakeckptError, TableError, TableVersionGone, one_line
-from lakeckpt.lake.formats.iceberg.plan import DeleteFile, PlannedFile
+from lakeckpt.lake.formats.iceberg.plan import Entry, PlannedFile
 from lakeckpt.lake.table.deletes import Int64Array
 
 __all__ = ["deleted_rows", "read_location"]
 
-PATH_FIELD_ID, POSITION_FIELD_ID = 2147483546, 2147483545
+_COLUMNS = ["file_path", "pos"]
+"""The columns of a position delete file, which the specification names."""
 _VECTOR_MAGIC = b"\xd1\xd3\x39\x64"
-_FIELD_ID = b"PARQUET:field_id"
 
 
 def deleted_rows(planned: Sequence[PlannedFile], io: FileIO, *, threads: int) -> dict[str, Int64Array]:
@@ -37,7 +38,7 @@ def deleted_rows(planned: Sequence[PlannedFile], io: FileIO, *, threads: int) ->
     one that is gone.
     """
     wanted: dict[str, set[str]] = defaultdict(set)
-    files: dict[str, DeleteFile] = {}
+    files: dict[str, Entry] = {}
     for one in planned:
         for delete in one.positions:
             wanted[delete.location].add(one.location)
@@ -81,10 +82,9 @@ def read_location(io: FileIO, location: str, start: int = 0, size_bytes: int | N
     return data
 
 
-def _vector(vector: DeleteFile, io: FileIO) -> Int64Array:
+def _vector(vector: Entry, io: FileIO) -> Int64Array:
     """Return the rows of a deletion vector: length, magic, 64-bit Roaring bitmap in its portable form, CRC-32."""
-    start, size = vector.start, vector.size_bytes
-    assert start is not None and size is not None
+    start, size = vector.get("content_offset"), vector.get("content_size_in_bytes")
     if start < 0 or size < 12:
         raise _damaged(vector.location, f"cannot hold a deletion vector of {size} bytes at byte {start}")
     blob = read_location(io, vector.location, start, size)
@@ -106,22 +106,23 @@ def _vector(vector: DeleteFile, io: FileIO) -> Int64Array:
     return rows
 
 
-def _positions(delete: DeleteFile, wanted: set[str], io: FileIO) -> dict[str, Int64Array]:
+def _positions(delete: Entry, wanted: set[str], io: FileIO) -> dict[str, Int64Array]:
     """Return what a position delete file lists of the data files ``wanted``."""
-    if delete.format != "PARQUET":
+    if delete.file.file_format != FileFormat.PARQUET:
         raise TableError(
-            f"the position delete file {delete.location!r} is {delete.format}: only Parquet and Puffin are read here. "
-            "Compact the table (rewrite_position_delete_files or rewrite_data_files)"
+            f"the position delete file {delete.location!r} is {delete.file.file_format.value}: only Parquet and Puffin "
+            "are read here. Compact the table (rewrite_position_delete_files or rewrite_data_files)"
         )
     data = read_location(io, delete.location)
     try:
         with pq.ParquetFile(pa.BufferReader(data)) as file:
-            names = [_column(file.schema_arrow, PATH_FIELD_ID, "file_path")]
-            names.append(_column(file.schema_arrow, POSITION_FIELD_ID, "pos"))
+            missing = [name for name in _COLUMNS if name not in file.schema_arrow.names]
+            if missing:
+                raise ValueError(f"no column {missing[0]!r}")
             # This thread decodes: pyarrow's own threads may release Python's bytes while the interpreter is ending.
-            table = file.read(columns=names, use_threads=False)
-        paths = table.column(names[0]).cast(pa.large_string()).combine_chunks().dictionary_encode()
-        positions = table.column(names[1]).cast(pa.int64()).combine_chunks()
+            table = file.read(columns=_COLUMNS, use_threads=False)
+        paths = table.column(_COLUMNS[0]).cast(pa.large_string()).combine_chunks().dictionary_encode()
+        positions = table.column(_COLUMNS[1]).cast(pa.int64()).combine_chunks()
         if paths.null_count or positions.null_count:
             raise ValueError("it holds nulls")
     except (pa.ArrowException, ValueError, KeyError, OSError) as error:
@@ -141,16 +142,6 @@ def _grouped(paths: pa.DictionaryArray, positions: Int64Array, wanted: set[str])
         for path, start, end in zip(paths.dictionary.to_pylist(), starts, ends, strict=True)
         if path in wanted
     }
-
-
-def _column(schema: pa.Schema, field_id: int, name: str) -> str:
-    """Return the column of this field id, or else of this name. ``KeyError`` where there is none."""
-    for one in schema:
-        if (one.metadata or {}).get(_FIELD_ID) == str(field_id).encode():
-            return str(one.name)
-    if name not in schema.names:
-        raise KeyError(f"no column {name!r}")
-    return name
 
 
 def _damaged(location: str, what: str) -> DataFileDamaged:

@@ -25,7 +25,7 @@ from lakeckpt.lake.formats.model import PinnedFile, PinnedFiles
 from lakeckpt.lake.storage.base import redact_uri
 from lakeckpt.lake.table.deletes import Int64Array
 from lakeckpt.lake.table.listing import common_root, paths_below
-from lakeckpt.lake.table.version import TableVersion, VersionAsked
+from lakeckpt.lake.table.version import TableVersion
 
 __all__ = ["pin"]
 
@@ -33,14 +33,16 @@ _NO_SNAPSHOT = "-1"
 """The format's own name for the version of a table that has no snapshot yet."""
 
 
-def pin(source: object, *, asked: VersionAsked, storage_options: Mapping[str, Any] | None, threads: int) -> PinnedFiles:
-    """Return what the snapshot ``asked`` for of the table at ``source`` consists of; see `load` for what that may be.
+def pin(
+    source: object, *, version: int | str | None, storage_options: Mapping[str, Any] | None, threads: int
+) -> PinnedFiles:
+    """Return what the snapshot ``version`` of the table at ``source`` consists of; see `load` for what that may be.
 
     `TableNotFound`, `ConfigError`, `TableError` (it cannot be read exactly), `DataFileDamaged` (metadata
     or delete files that are gone or malformed), `StorageError`.
     """
     table = load(source, storage_options=storage_options)
-    chosen = choose_snapshot(table, asked)
+    chosen = choose_snapshot(table, version)
     _refuse_unreadable(table)
     planned = _planned(table, chosen, threads)
     deleted = _deleted(table, planned, threads)

@@ -2,10 +2,9 @@
 
 `load` finds the metadata of the table: through a catalog (``iceberg://catalog/namespace.table``, the catalog by
 pyiceberg's own configuration), from a `pyiceberg.table.Table` that the user loaded, or without a catalog from a
-metadata file or the folder of the table. In a folder, the newest metadata file is the one that ``version-hint.text``
-names (and versions that follow it without a gap), else the one with the highest version number. A folder does not know
-what its catalog committed, so two files of that number are refused. `choose_snapshot` picks the snapshot. The module
-reads metadata only.
+metadata file or the folder of the table. In a folder, the newest metadata file is the one with the highest version
+number. A folder does not know what its catalog committed, so two files of that number are refused. `choose_snapshot`
+picks the snapshot. The module reads metadata only.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import StaticTable, Table
 from pyiceberg.table.metadata import TableMetadataUtil
 from pyiceberg.table.snapshots import Snapshot
-from pyiceberg.utils.datetime import datetime_to_millis
 
 from lakeckpt.errors import ConfigError, LakeckptError, ObjectMissing, TableError, TableNotFound, one_line
 from lakeckpt.lake.formats.iceberg.io import StorageIO
 from lakeckpt.lake.storage.base import redact_uri, split_uri
 from lakeckpt.lake.storage.open import open_for_table
-from lakeckpt.lake.table.version import VersionAsked
+from lakeckpt.lake.table.listing import METADATA_FILES
 
-__all__ = ["SCHEME", "Chosen", "choose_snapshot", "is_metadata_file", "load"]
+__all__ = ["SCHEME", "Chosen", "choose_snapshot", "load"]
 
 SCHEME = "iceberg"
 MAX_METADATA_BYTES = 2**30
@@ -47,11 +45,6 @@ class Chosen:
     schema: Schema
 
 
-def is_metadata_file(name: str) -> bool:
-    """Return whether a file's name is that of Iceberg table metadata."""
-    return _METADATA.fullmatch(name.rpartition("/")[2]) is not None
-
-
 def load(source: object, *, storage_options: Mapping[str, Any] | None) -> Table:
     """Return the table by its current metadata. `TableNotFound`, `ConfigError`, `TableError`, `StorageError`."""
     if isinstance(source, Table):
@@ -60,34 +53,27 @@ def load(source: object, *, storage_options: Mapping[str, Any] | None) -> Table:
         raise ConfigError(f"an Iceberg table is a path, a URL or a pyiceberg table, not {type(source).__name__}")
     if split_uri(source)[0] == SCHEME:
         return _of_catalog(source)
-    location = source if is_metadata_file(source) else _newest_metadata(source.rstrip("/"), storage_options)
+    location = source if source.endswith(METADATA_FILES) else _newest_metadata(source.rstrip("/"), storage_options)
     return _of_metadata(location, storage_options)
 
 
-def choose_snapshot(table: Table, asked: VersionAsked) -> Chosen:
-    """Return the snapshot that ``asked`` names; the current one, with the table's schema, where it names none.
+def choose_snapshot(table: Table, version: int | str | None) -> Chosen:
+    """Return the snapshot that ``version`` names: a branch, a tag, or else the id of a snapshot.
 
-    ``version`` is a branch or a tag, else a snapshot id. A snapshot that is named is read with the schema that it was
-    written with, as pyiceberg does. `TableNotFound` where there is none such.
+    None names the current snapshot, which is read with the table's schema. A snapshot that is named is read with the
+    schema that it was written with, as pyiceberg does. `TableNotFound` where there is none such.
     """
-    metadata, snapshot = table.metadata, None
-    if not asked.given:
+    metadata = table.metadata
+    if version is None:
         return Chosen(snapshot=metadata.current_snapshot(), schema=metadata.schema())
-    if asked.timestamp is not None:
-        named = f"at {asked.timestamp.isoformat()}"
-        snapshot = table.snapshot_as_of_timestamp(datetime_to_millis(asked.timestamp))
-    elif asked.snapshot_id is not None:
-        named = f"with the id {asked.snapshot_id}"
-        snapshot = metadata.snapshot_by_id(asked.snapshot_id)
-    else:
-        text = str(asked.version)
-        named = f"that the branch, tag or id {text!r} names"
-        snapshot = metadata.snapshot_by_name(text)
-        if snapshot is None and re.fullmatch(r"-?\d+", text):
-            snapshot = metadata.snapshot_by_id(int(text))
+    text = str(version)
+    snapshot = metadata.snapshot_by_name(text)
+    if snapshot is None and re.fullmatch(r"-?\d+", text):
+        snapshot = metadata.snapshot_by_id(int(text))
     if snapshot is None:
         raise TableNotFound(
-            f"the Iceberg table {redact_uri(table.location())!r} has no snapshot {named}: {_offer(table)}"
+            f"the Iceberg table {redact_uri(table.location())!r} has no snapshot that the branch, tag or id {text!r} "
+            f"names: {_offer(table)}"
         )
     schema = metadata.schema() if snapshot.schema_id is None else metadata.schema_by_id(snapshot.schema_id)
     if schema is None:
@@ -130,9 +116,9 @@ def _of_catalog(source: str) -> Table:
 def _newest_metadata(folder: str, storage_options: Mapping[str, Any] | None) -> str:
     """Return the metadata file of a table's folder that holds its newest version."""
     storage = open_for_table(folder, storage_options=storage_options)
-    names = {info.path.partition("/")[2] for info in storage.list("metadata")}
     versions: dict[int, list[str]] = {}
-    for name in sorted(names):
+    for info in storage.list("metadata"):
+        name = info.path.partition("/")[2]
         if (match := _METADATA.fullmatch(name)) is not None:
             versions.setdefault(int(match["v"] or match["n"]), []).append(name)
     if not versions:
@@ -140,18 +126,6 @@ def _newest_metadata(folder: str, storage_options: Mapping[str, Any] | None) -> 
             f"there is no Iceberg table at {redact_uri(folder)!r}: its folder metadata/ holds no metadata"
         )
     newest = max(versions)
-    if "version-hint.text" in names:
-        hint = storage.read("metadata/version-hint.text", 0, 4096).decode("utf-8", "replace").strip()
-        if hint in names:
-            return f"{folder}/metadata/{hint}"
-        if not hint.isdecimal() or int(hint) not in versions:
-            raise TableError(
-                f"metadata/version-hint.text of {redact_uri(folder)!r} names the version {hint[:80]!r}, which is not "
-                "there: pass the metadata file itself, or open the table through its catalog"
-            )
-        newest = int(hint)
-        while newest + 1 in versions:
-            newest += 1
     if len(versions[newest]) > 1:
         raise ConfigError(
             f"{redact_uri(folder)!r} has more than one metadata file of version {newest} "

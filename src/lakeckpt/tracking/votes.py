@@ -1,6 +1,6 @@
 """This module lets all ranks do one piece of work and vote: what fails on one rank fails on all.
 
-All ranks restore together by it. The work of a vote never talks to other ranks itself: a rank that fails before such a
+All ranks restore together by it. The work of a vote never sends messages of its own: a rank that fails before such a
 message votes at once, and the others would take its vote for the answer to the message. The module communicates only
 through the exchange that it is given, and starts no threads.
 """
@@ -44,7 +44,7 @@ class Together:
             raise _of_kind(tally.value("refused"), what + tally.describe("refused"))
         return tally
 
-    def told_by_rank_0(self, work: Callable[[], dict[str, str]]) -> dict[str, str]:
+    def ask_rank_0(self, work: Callable[[], dict[str, str]]) -> dict[str, str]:
         """Return on every rank what ``work`` returns on rank 0; what it raises there is raised on all."""
         words: dict[str, str] = {}
         failure: Exception | None = None
