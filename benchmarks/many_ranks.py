@@ -123,7 +123,7 @@ def saved(
             Attempt(run="run", number=0, last=0, parent=None, seed=0),
             rank=rank,
             world_size=world_size,
-            settings=Settings(keep=Keep(last=3), verify="sizes", timeout_s=TIMEOUT_S),
+            settings=Settings(keep=Keep(last=3), timeout_s=TIMEOUT_S),
             waiter=SystemWaiter(),
         )
         cut = StagedCut(step=1, staged=staged(rank, world_size, parameters, replicas))

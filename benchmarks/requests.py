@@ -158,7 +158,7 @@ def _publisher(store: Store, storage: Counted, rank: int, world_size: int) -> Pu
         Attempt(run="run", number=0, last=0, parent=None, seed=0),
         rank=rank,
         world_size=world_size,
-        settings=Settings(keep=Keep(last=1), verify="sizes", timeout_s=TIMEOUT_S),
+        settings=Settings(keep=Keep(last=1), timeout_s=TIMEOUT_S),
         waiter=_waiter(store, rank),
     )
 

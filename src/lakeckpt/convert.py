@@ -1,4 +1,4 @@
-"""This module reads and writes checkpoints in the formats of others: DCP, files of ``torch.save``, safetensors."""
+"""This module reads and writes checkpoints in the formats of others: files of ``torch.save``, safetensors."""
 
 from __future__ import annotations
 

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.fields import Ranks
+from lakeckpt.checkpoint.format.parts import SlabRecord, TensorRecord
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.receipts import Receipt
@@ -29,6 +32,12 @@ _ONE_AT_A_TIME = threading.Lock()  # threads share torch's generator
 def changed(content: bytes) -> bytes:
     """Return ``content`` with another last byte."""
     return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def record_of(spec: TensorSpec, digest: bytes, ranks: Ranks) -> TensorRecord:
+    """Return the record of a tensor that is one slab, at byte 8 of the first file of its part."""
+    slab = SlabRecord(spec=spec, start=0, digest=digest, file=0, at=8)
+    return TensorRecord(spec=spec, digest=digest, slabs=(slab,), ranks=ranks)
 
 
 class MemoryStorage:

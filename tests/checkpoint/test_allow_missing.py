@@ -125,19 +125,19 @@ def test_a_cut_in_memory_lets_objects_join_too(readers_before: bool, tmp_path: P
         done = saver.restore(allow_missing=missing)
         report = saver.restore_report
         assert report is not None and report.captured == (done or None)
-        assert saver._background is not None
+        assert saver._saves is not None
         batches = [iter(one) for name, one in objects.items() if name in ("reader", "late")]
         for _ in range(3):
             for one in batches:
                 next(one)
             objects["count"].value += 1
             saver.step()
-            newest = saver._background._engine.wait()
+            newest = saver._saves._engine.wait()
         assert newest == done + 3
         if save:
             info = saver.save()
             assert info is not None and info.step == newest
-        saver._background._engine.close()  # as the kernel does
+        saver._saves._engine.close()  # as the kernel does
         dead.append(saver)
         return done
 

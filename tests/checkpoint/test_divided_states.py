@@ -128,9 +128,9 @@ def save(rank: int, world_size: int, folder: str, captured: bool) -> None:
     train(objects, 2)
     saver.step()
     if captured:
-        saver._background._engine.wait()  # until the arena is made
+        saver._saves._engine.wait()  # until the arena is made
         saver.step()
-        assert saver._background._engine.wait() == 2
+        assert saver._saves._engine.wait() == 2
     else:
         saver.save()
     saved = said(objects)
@@ -313,7 +313,7 @@ def own(rank: int, folder: str, attempt: int, captures: bool, with_model: bool) 
         optimizer.step()
         manager.step()
         if captures:
-            manager._background._engine.wait()
+            manager._saves._engine.wait()
     if not captures:
         manager.save()
     (found,) = optimizer.state.values()

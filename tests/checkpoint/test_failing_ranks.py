@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from lakeckpt.checkpoint import manager as manager_module
+from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.persist.history import read_history
@@ -329,14 +330,14 @@ def test_a_rank_that_cannot_say_what_it_reads_is_heard_by_both_and_nobody_waits_
 def test_where_one_rank_cannot_begin_to_capture_neither_begins_to_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    storage, open_background = MemoryStorage(), manager_module.open_background
+    storage, open_saves = MemoryStorage(), opening.open_saves
 
-    def opened(objects: Any, place: Any, exchange: Any, *args: Any, **options: Any) -> Any:
+    def opened(objects: Any, storage: Any, exchange: Any, *args: Any, **options: Any) -> Any:
         if exchange.rank == failing:
             raise AgentError("the cause")
-        return open_background(objects, place, exchange, *args, **options)
+        return open_saves(objects, storage, exchange, *args, **options)
 
-    monkeypatch.setattr(manager_module, "open_background", opened)
+    monkeypatch.setattr(manager_module, "open_saves", opened)
 
     def body(rank: int, exchange: HubExchange) -> None:
         options = {"capture_every": 1, "arenas": tmp_path, "timeout_s": TIMEOUT_S}
@@ -347,31 +348,17 @@ def test_where_one_rank_cannot_begin_to_capture_neither_begins_to_train(
         assert isinstance(result, AgentError) and "the cause" in str(result)
 
 
-class Whenever:
-    """A policy of a user's own."""
-
-    by_steps = True
-
-    def is_due(self, step: int) -> bool:
-        return False
-
-    def interval_s(self, costs: Any) -> float:
-        raise AssertionError
-
-
 @pytest.mark.parametrize(
     ("mine", "others", "said"),
     [
         (
             {"persist_every": 3},
             {"persist_every": 4},
-            "when to save: EverySteps(steps=3) on rank 0; EverySteps(steps=4)",
+            "persist_every: 3 on rank 0; 4 on rank 1",
         ),
-        ({"persist_every": 3}, {"policy": Whenever()}, "test_failing_ranks.Whenever on rank 1"),
-        ({}, {"persist_every": timedelta(hours=1)}, "EverySeconds(seconds=3600.0) on rank 1"),
-        ({"capture_every": 2}, {}, "capture_every: EverySteps(steps=2) on rank 0; None on rank 1"),
+        ({}, {"persist_every": timedelta(hours=1)}, "1:00:00 on rank 1"),
+        ({"capture_every": 2}, {}, "capture_every: 2 on rank 0; None on rank 1"),
         ({"keep": 3}, {"keep": 2}, "keep: Keep(last=3"),
-        ({"verify": "sizes"}, {"verify": "bytes"}, "verify: sizes on rank 0; bytes on rank 1"),
         ({"on_save_failure": "warn"}, {}, "on_save_failure: warn on rank 0; raise on rank 1"),
     ],
 )
@@ -387,12 +374,3 @@ def test_ranks_that_would_save_at_different_steps_are_told_so_when_they_restore(
     for result in run_ranks(2, body):
         assert isinstance(result, TrackingError) and said in str(result), result
     assert storage.objects == {}
-
-
-def test_ranks_with_policies_of_one_kind_may_restore() -> None:
-    storage = MemoryStorage()
-
-    def body(rank: int, exchange: HubExchange) -> int:
-        return manager_with(storage, training(), exchange=exchange, policy=Whenever()).restore()
-
-    assert run_ranks(2, body) == [0, 0]

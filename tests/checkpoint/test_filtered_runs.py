@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from lakeckpt.checkpoint.ledger.explain import explain
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.data.place import selecting
 from lakeckpt.errors import CheckpointDamaged, SchemaError, StateMismatch
 from lakeckpt.reading.filters.count import count_rows
@@ -141,7 +139,9 @@ def test_a_run_that_was_killed_before_its_first_save_has_the_counts(table: Path,
     assert len(counts) == 1
 
 
-def test_counts_that_were_damaged_are_told_and_counted_and_written_again(table: Path, counts: list[str]) -> None:
+def test_damaged_counts_are_counted_again_and_written_anew_where_the_file_is_removed(
+    table: Path, counts: list[str]
+) -> None:
     script = run_of(table)
     script.attempt(8)
     path = the_selection(script)
@@ -151,9 +151,11 @@ def test_counts_that_were_damaged_are_told_and_counted_and_written_again(table: 
     assert [one.path for one in verify(script.storage).damage] == [path]
     with pytest.raises(CheckpointDamaged, match=path):
         explain(script.storage, 3)
-    with pytest.warns(DamageWarning, match=path):
-        script.attempt(4)
-    assert script.storage.objects[path] == whole and len(counts) == 2
+    script.attempt(4)
+    assert script.storage.objects[path] == whole[:-1] and len(counts) == 2
+    script.storage.delete(path)
+    script.attempt(4)
+    assert script.storage.objects[path] == whole and len(counts) == 3
     assert audit(script.storage).verdict == "proved"
 
 
@@ -167,11 +169,14 @@ def test_a_selection_of_another_table_under_the_right_name_is_not_taken(table: P
     other.attempt(4)
     script = run_of(table)
     script.attempt(8)
-    script.storage.objects[the_selection(script)] = other.storage.objects[the_selection(other)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DamageWarning)
-        script.attempt(4)
-    assert RowSelection.loads(script.storage.objects[the_selection(script)]).table == script.table.index.digest
+    path = the_selection(script)
+    script.storage.objects[path] = other.storage.objects[the_selection(other)]
+    script.attempt(4)
+    assert audit(script.storage).verdict == "not proved"
+    assert [one.path for one in verify(script.storage).damage] == [path]
+    script.storage.delete(path)
+    script.attempt(4)
+    assert RowSelection.loads(script.storage.objects[path]).table == script.table.index.digest
     assert audit(script.storage).verdict == "proved"
 
 

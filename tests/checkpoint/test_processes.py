@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.policy import EverySeconds
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import SaveFailed, StorageError
 from lakeckpt.lake.storage.local import LocalStorage
@@ -123,7 +122,9 @@ def test_a_rank_killed_during_a_save_is_named_and_the_checkpoint_before_restores
 
 def by_the_clock(rank: int, world_size: int, folder: str) -> None:
     meet(rank, world_size, folder)
-    with CheckpointManager(f"{folder}/run", training(), policy=EverySeconds(1e-9), timeout_s=PATIENCE_S) as manager:
+    with CheckpointManager(
+        f"{folder}/run", training(), persist_every=timedelta(microseconds=1), timeout_s=PATIENCE_S
+    ) as manager:
         manager.restore()
         saved = [(manager.step(), manager.wait() is not None)[1] for _ in range(4)]
     Path(folder, f"saved.{rank}").write_text(repr(saved))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ import torch
 from lakeckpt.checkpoint.format.parts import PartRecord
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import list_slots, put_entry, read_log
-from lakeckpt.checkpoint.policy import EverySeconds
 from lakeckpt.checkpoint.restore.from_storage import load
 from lakeckpt.checkpoint.state.random_states import capture_random, derive_random, restore_random
 from lakeckpt.core.intervals import Intervals
@@ -547,9 +547,7 @@ def test_saves_by_the_clock_fall_on_the_same_step_of_every_rank() -> None:
     def body(rank: int, exchange: HubExchange) -> Any:
         waiter = Clock(storage)
         waiter.rank = rank
-        saver = manager(
-            storage, {"n": Counter()}, persist_every=None, policy=EverySeconds(5), exchange=exchange, waiter=waiter
-        )
+        saver = manager(storage, {"n": Counter()}, persist_every=timedelta(seconds=5), exchange=exchange, waiter=waiter)
         saver.restore()
         saved = []
         for step in range(1, 40):

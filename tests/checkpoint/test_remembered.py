@@ -9,8 +9,6 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
-from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +52,8 @@ _last: dict[tuple[str, str], CheckpointManager] = {}
 def managed(storage: Any, objects: dict[str, Any], arenas: Path, **options: Any) -> CheckpointManager:
     """A manager. The one before it, of a trainer that has died, fills its memory no more, as the kernel sees to."""
     where = str(arenas), storage.name
-    if (dead := _last.pop(where, None)) is not None and dead._background is not None:
-        dead._background._engine.close()
+    if (dead := _last.pop(where, None)) is not None and dead._saves is not None:
+        dead._saves._engine.close()
     saver = manager(storage, objects, **{"capture_every": 1, "arenas": arenas, "timeout_s": PATIENCE_S, **options})
     _last[where] = saver
     return saver
@@ -75,7 +73,7 @@ def train(saver: CheckpointManager, objects: dict[str, Any], steps: int) -> str:
 
 def captured(saver: CheckpointManager) -> int | None:
     """Let the capture under way become complete; its step."""
-    return saver._background._engine.wait()
+    return saver._saves._engine.wait()
 
 
 def said(objects: dict[str, Any]) -> str:
@@ -436,32 +434,6 @@ def test_a_step_of_which_ranks_tracked_other_readers_is_not_restored(tmp_path: P
         assert good(run_ranks(2, body, waiters=[waiter])) == [0, 0]
 
 
-def test_captures_by_the_clock_fall_on_the_same_steps_of_all_ranks(tmp_path: Path) -> None:
-    storage = MemoryStorage()
-
-    class Clock(EventWaiter):
-        def now(self) -> float:
-            return self.time_s
-
-    def body(rank: int, exchange: HubExchange) -> list[int | None]:
-        waiter = Clock(storage)
-        objects = objects_of(rank=rank, world_size=2)
-        options = {"exchange": exchange, "waiter": waiter, "arenas": tmp_path / str(rank)}
-        saver = managed(storage, objects, **options, capture_every=timedelta(seconds=5))
-        saver.restore()
-        found = []
-        for _ in range(24):
-            waiter.time_s += 1.0 if rank == 0 else 0.3  # rank 0's clock counts
-            train(saver, objects, 1)
-            found.append(captured(saver))
-        return found
-
-    first, second = good(run_ranks(2, body))
-    steps = sorted({step for step in first if step is not None})
-    assert first == second and len(steps) >= 3
-    assert all(4 <= after - before <= 7 for before, after in pairwise(steps))
-
-
 JOB = """
     import os, signal, sys
     import torch
@@ -471,7 +443,7 @@ JOB = """
     manager = CheckpointManager(sys.argv[1], objects, persist_every=10**9, capture_every=1, arenas=sys.argv[2])
     print(manager.restore(), flush=True)
     train(manager, objects, 3)
-    os.kill(manager._background._agent.pid, signal.SIGKILL)
+    os.kill(manager._saves._agent.pid, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

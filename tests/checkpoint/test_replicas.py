@@ -149,7 +149,7 @@ def outside(rank: int, world_size: int, folder: str) -> None:
     for _ in range(3):
         trained(objects, 1)
         first.step()
-        made = first._background._engine.wait()
+        made = first._saves._engine.wait()
     assert made == 3, made
     found = held(5.0, number=False)
     second = manager_with(f"{folder}/captured", with_optimizer(built(2)) | {"held": found}, **options)

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.checkpoint.keep import Keep, kept_of
+from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger.verify import VerifyReport, verify
 from lakeckpt.checkpoint.persist import persist
-from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.checkpoint.persist.history import kept_of, read_history
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.checkpoint.persist.retention import Retention
 from lakeckpt.checkpoint.report import DamageWarning, RetentionWarning

@@ -163,12 +163,12 @@ def captured(rank: int, world_size: int, folder: str, sharding: Any) -> None:
         made[step] = states(objects)
         saver.step()
         if step == 3:
-            saver._background._engine.wait()
+            saver._saves._engine.wait()
     trained(objects, 1)  # while the last cut may still be under way
-    assert saver._background._engine.wait() == 4
+    assert saver._saves._engine.wait() == 4
     filled = sum(getattr(one, "to_local", lambda one=one: one)().numel() > 0 for one in objects["model"].parameters())
     # Parameters, moments and counts of steps hold nothing up. Parts without elements have no memory to wait for.
-    late = saver._background._engine._planner.late
+    late = saver._saves._engine._planner.late
     assert sum(one.numel() > 0 for one in late.values()) == 3 * filled + 6
     again = sharding(2, world_size)
     second = CheckpointManager(storage, again, **options)

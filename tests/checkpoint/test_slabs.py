@@ -297,7 +297,7 @@ def test_other_forms_get_whole_tensors(tmp_path: Path) -> None:
         touch(module, 7, 5.0)
         saver.step()
     assert len(part_of(LocalStorage(tmp_path / "run")).files) == 2
-    for form, name in (("safetensors", "out"), ("dcp", "dcp"), ("torch", "out.pt")):
+    for form, name in (("safetensors", "out"), ("torch", "out.pt")):
         convert_checkpoint(tmp_path / "run", tmp_path / name, to=form, item="model")
         found = read_state(tmp_path / name)
         assert torch.equal(found.get("weight", found.get("model.weight")), module.weight), form
@@ -372,7 +372,7 @@ def test_cuts_in_an_arena_are_persisted_slab_by_slab(tmp_path: Path) -> None:
                 attempt,
                 rank=0,
                 world_size=1,
-                settings=Settings(keep=Keep(last=2), verify="bytes", timeout_s=60.0),
+                settings=Settings(keep=Keep(last=2), timeout_s=60.0),
                 waiter=EventWaiter(storage),
                 report=said.append,
             )

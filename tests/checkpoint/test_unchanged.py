@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
-from lakeckpt.checkpoint.format.parts import FileRecord, PartRecord, SaveId, TensorRecord
-from lakeckpt.checkpoint.format.slabs import SLAB_BYTES
+from lakeckpt.checkpoint.format.parts import FileRecord, PartRecord, SaveId
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist import persist
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.unchanged import Earlier
 from lakeckpt.checkpoint.report import DamageWarning, RetentionWarning
 from lakeckpt.errors import SaveFailed
-from tests.checkpoint.rig import Counter, EventWaiter, MemoryStorage, good, manager, run_ranks
+from tests.checkpoint.rig import Counter, EventWaiter, MemoryStorage, good, manager, record_of, run_ranks
 from tests.faults.faulty_storage import Fault, FaultyStorage
 
 BIG = 4096
@@ -210,15 +209,9 @@ def test_files_of_an_old_world_stay_while_a_new_one_refers_to_them_and_every_ran
 def part_of(*sizes: int) -> PartRecord:
     save = SaveId(attempt=0, step=1, number=0)
     digest = bytes(16)
-    file = FileRecord(path=save.object_path(0, 0, digest), size_bytes=sum(sizes), head_digest=digest, digest=digest)
+    file = FileRecord(path=save.object_path(0, 0, digest), size_bytes=sum(sizes), head_bytes=8, head_digest=digest)
     tensors = tuple(
-        TensorRecord.of(
-            TensorSpec(key=str(n), dtype="uint8", shape=(size,)),
-            digest,
-            [(0, digest)],
-            ((0, 1),),
-            slab_bytes=SLAB_BYTES,
-        )
+        record_of(TensorSpec(key=str(n), dtype="uint8", shape=(size,)), digest, ((0, 1),))
         for n, size in enumerate(sizes)
     )
     return PartRecord(run="r", save=save, rank=0, world_size=1, cut=b"c", files=(file,), tensors=tensors, trees=())

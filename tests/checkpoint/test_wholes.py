@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import ranges
-from lakeckpt.checkpoint.format.parts import SHARING, FileRecord, PartRecord, SaveId, TensorRecord, TreeRecord
+from lakeckpt.checkpoint.format.parts import SHARING, FileRecord, PartRecord, SaveId, TreeRecord
 from lakeckpt.checkpoint.format.sharing import Sharing, sharing_from_bytes, sharing_to_bytes
 from lakeckpt.checkpoint.state.wholes import Wholes, part_key
 from lakeckpt.errors import CheckpointDamaged, WireDamaged
 from lakeckpt.wire.envelope import dumps
+from tests.checkpoint.rig import record_of
 
 SAVE = SaveId(attempt=0, step=1, number=0)
-FILE = FileRecord(path="objects/x.safetensors", size_bytes=99, head_digest=bytes(16), digest=bytes(16))
+FILE = FileRecord(path="objects/x.safetensors", size_bytes=99, head_bytes=8, head_digest=bytes(16))
 Rows = tuple[int, int]
 
 
@@ -40,9 +41,7 @@ def saved(ranks: Sequence[Mapping[str, tuple[Sharing, int, Rows, int]]]) -> list
     parts = []
     for rank in range(len(ranks)):
         records = [
-            TensorRecord.of(
-                TensorSpec(key=key, dtype="int8", shape=(size,)), digest, [(0, digest)], ranges(who), slab_bytes=2**20
-            )
+            record_of(TensorSpec(key=key, dtype="int8", shape=(size,)), digest, ranges(who))
             for (key, size, digest), who in held.items()
             if who[0] == rank
         ]

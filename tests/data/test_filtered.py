@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lakeckpt import LakeDataset, LakeLoader, ReadOptions, Table, open_table
+from lakeckpt import LakeDataset, LakeLoader, Table, open_table
 from lakeckpt.data.place import selecting
 from lakeckpt.errors import ConfigError, SchemaError, StateMismatch
 from lakeckpt.reading.filters.count import count_rows
@@ -187,7 +187,7 @@ def test_rows_are_counted_once_and_only_when_they_must_be(lake: Path, counts: Ca
     assert counts() == 0
     for _ in range(2):
         assert sorted(row for batch in ids(loader) for row in batch) == KEPT
-    assert loader.selection is not None and loader.selection.num_rows == len(KEPT)
+    assert loader.dataset.selection is not None and loader.dataset.selection.num_rows == len(KEPT)
     assert counts() == 1
 
 
@@ -241,18 +241,6 @@ def test_every_kept_row_counts_once_on_ranks_with_workers(lake: Path) -> None:
             topologies=[(1, 0), (2, 2), (3, 1), (4, 0)],
             chains=4,
         )
-
-
-def test_progress_is_told_while_rows_are_counted(lake: Path) -> None:
-    said: list[tuple[int, int]] = []
-    dataset = LakeDataset(
-        open_table(lake),
-        batch_size=4,
-        filters=FILTER,
-        options=ReadOptions(progress=lambda done, total: said.append((done, total))),
-    )
-    assert not said and dataset.selection is not None
-    assert said[-1] == (8, 8)
 
 
 # --- ranks that count once

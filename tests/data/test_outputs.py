@@ -98,15 +98,6 @@ def test_lists_are_padded_to_the_longest(wide: Path) -> None:
                 batch["nested"].to_padded(0)
 
 
-def test_jagged_lists_are_nested_tensors(wide: Path) -> None:
-    rows = []
-    for batch in loader_of(wide, shuffle=False, jagged=True):
-        assert batch["list"].is_nested and batch["list"].layout == torch.jagged
-        assert isinstance(batch["binary"], Ragged) and isinstance(batch["nested"], Ragged)
-        rows += [row.tolist() for row in batch["list"].unbind()]
-    assert rows == expected("list")
-
-
 def test_arrow_tables_carry_their_columns_and_the_loader_the_receipt(wide: Path) -> None:
     loader = loader_of(wide, shuffle=False, output="arrow", columns=["struct", "id"])
     tables = []

@@ -308,9 +308,15 @@ print(len(next(iterator)["id"]))
     assert (done.returncode, done.stdout, done.stderr) == (0, "4\n", "")
 
 
-def test_a_null_is_raised_by_the_batch_that_holds_it_and_those_before_are_delivered(tmp_path: Path) -> None:
+def test_a_null_is_raised_with_its_row_group_and_the_windows_before_are_delivered(tmp_path: Path) -> None:
     values = [None if row == 27 else row for row in range(40)]
     pq.write_table(pa.table({"id": range(40), "x": values}), tmp_path / "a.parquet", row_group_size=20)
     batches, error = until_error(LakeLoader(LakeDataset(tmp_path, batch_size=4)))
-    assert isinstance(error, errors.NullValueError) and "micro-batch 6" in str(error) and error.row_group == 1
-    assert flat(batches) == list(range(24))
+    assert isinstance(error, errors.NullValueError) and "row group 1 of the data file 'a.parquet'" in str(error)
+    assert (error.file, error.row_group, error.column) == ("a.parquet", 1, "x")
+    assert flat(batches) == list(range(20))
+    for seed in range(4):  # the window has both row groups, in either order
+        shuffled = LakeDataset(tmp_path, batch_size=4, shuffle=True, shuffle_window=2, seed=seed)
+        batches, error = until_error(LakeLoader(shuffled))
+        assert isinstance(error, errors.NullValueError)
+        assert (batches, error.file, error.row_group) == ([], "a.parquet", 1)

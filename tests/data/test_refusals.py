@@ -50,6 +50,11 @@ def test_columns_without_an_order_or_names_are_refused(lake: Path, columns: Any)
         made(lake, columns=columns)
 
 
+def test_a_dataset_has_no_items(lake: Path) -> None:
+    with pytest.raises(TypeError, match=r"no item 0.*LakeLoader\(dataset\)"):
+        made(lake)[0]
+
+
 def test_a_name_alone_is_no_list_of_changes_to_accept(lake: Path) -> None:
     with pytest.raises(ConfigError, match=r"write \['table'\]"):
         made(lake, accept_changes="table")

@@ -158,10 +158,12 @@ def test_global_streams_of_workers_depend_on_seed_and_place_alone(lake: Path) ->
     assert len(set(drawn)) == len(drawn)
 
 
-def test_a_generator_of_the_users_own_is_drawn_from(lake: Path) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_generator_of_the_users_own_is_drawn_from_where_there_are_workers(lake: Path, num_workers: int) -> None:
     theirs = torch.Generator().manual_seed(5)
-    list(loader_of(lake, loader={"generator": theirs}))
-    assert theirs.get_state().tolist() != torch.Generator().manual_seed(5).get_state().tolist()
+    list(loader_of(lake, num_workers=num_workers, loader={"generator": theirs}))
+    is_drawn_from = not torch.equal(theirs.get_state(), torch.Generator().manual_seed(5).get_state())
+    assert is_drawn_from == bool(num_workers)
 
 
 def takes_context(batch: Any, context: Any) -> Any:

@@ -156,7 +156,7 @@ def main() -> None:
                 used = []
                 manager.step(batch)
                 if args.arenas and args.die_at is not None and done == args.die_at - 1:
-                    manager._background._engine.wait()  # type: ignore[union-attr] # the next one is not left out
+                    manager._saves._engine.wait()  # type: ignore[union-attr] # the next one is not left out
                 if done == args.die_at:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if done == args.steps:

@@ -66,7 +66,7 @@ def test_captures_move_while_the_device_goes_forward(
             copied[step] = {f"model/{key}": one.clone() for key, one in model.state_dict().items()}
             manager.step()
             loss.item()  # else the host is iterations ahead, and cuts are left out
-        newest = manager._background._engine.wait()  # type: ignore[union-attr]
+        newest = manager._saves._engine.wait()  # type: ignore[union-attr]
         assert newest is not None and newest > STEPS - 4
         kept = kept_state(ArenaFolder(arenas), newest)[1]
         for key, one in copied[newest].items():

@@ -55,7 +55,7 @@ def job(rank: int, world_size: int, folder: str, arenas: str, steps: int, dies: 
             if done == steps:
                 break
         if dies:
-            manager._background._engine.wait()  # type: ignore[union-attr]
+            manager._saves._engine.wait()  # type: ignore[union-attr]
             if world_size > 1:
                 dist.barrier()
             weights = [one.detach().cpu().tolist() for one in inner.parameters()]

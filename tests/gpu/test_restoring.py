@@ -87,7 +87,7 @@ def test_memory_gives_back_what_was_on_the_device(tmp_path: Path, arenas: str) -
         for _ in range(4):
             step(objects)
             manager.step()
-            manager._background._engine.wait()  # type: ignore[union-attr]
+            manager._saves._engine.wait()  # type: ignore[union-attr]
         raise Failed
     expected = state_of(objects)
     again = made(seed=9)
@@ -110,7 +110,7 @@ def test_restoring_takes_no_second_copy_on_the_device(tmp_path: Path, arenas: st
             step(objects)
             manager.step()
             if captures:
-                manager._background._engine.wait()  # type: ignore[union-attr]
+                manager._saves._engine.wait()  # type: ignore[union-attr]
         if not captures:
             manager.save()
         raise Failed

@@ -60,18 +60,18 @@ def _is_divided(one: object) -> bool:
     return zero is not None and isinstance(one, zero.ZeroRedundancyOptimizer)
 
 
-def check_settings(verify: object, on_save_failure: object, timeout_s: object) -> None:
+def check_settings(on_save_failure: object, timeout_s: object) -> None:
     """Raise `ConfigError` for the first argument that is not valid."""
-    if verify not in ("sizes", "bytes"):
-        raise ConfigError(f"verify is 'sizes' or 'bytes', got {verify!r}")
     if on_save_failure not in ("raise", "warn"):
         raise ConfigError(f"on_save_failure is 'raise' or 'warn', got {on_save_failure!r}")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
         raise ConfigError(f"timeout_s is a positive number of seconds, got {timeout_s!r}")
 
 
-def check_capturing(arenas: object, bubbles: object) -> None:
+def check_capturing(capture_every: object, arenas: object, bubbles: object) -> None:
     """Raise `ConfigError` for the first argument that is not valid."""
+    if capture_every is not None and (type(capture_every) is not int or capture_every < 1):
+        raise ConfigError(f"capture_every is a positive number of optimizer steps, or None, got {capture_every!r}")
     if not isinstance(arenas, (str, PathLike, type(None))):
         raise ConfigError(f"arenas is the path of a folder, or None for one in memory, got {arenas!r}")
     if bubbles is not None and not (hasattr(bubbles, "gate") and callable(getattr(bubbles, "kept", None))):

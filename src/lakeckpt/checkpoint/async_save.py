@@ -1,9 +1,8 @@
 """This module saves cuts without making training wait: captures go into the arena, and the agent persists them.
 
 At every cut that falls due a capture begins, in this process, beside training. If a save falls due, too, the agent gets
-an order as soon as the capture is complete; its outcome is read at a later cut. All ranks do this alike. They compare
-facts once, at the first save, when they settle whether all of them have an arena. If one rank has none, all ranks save
-synchronously.
+an order as soon as the capture is complete; its outcome is read at a later cut. All ranks do this alike, and compare no
+facts. A rank on which no arena fits raises an error at its first capture.
 
 A rank whose save fails tells the other ranks why: its order says so to its agent, which tells the other agents through
 storage, and a note in the exchange says so to the other trainers, which tell their agents. A rank that stops by an
@@ -32,11 +31,10 @@ from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import checked_metric
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.indexes import write_documents
-from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks
+from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks, Saved
 from lakeckpt.errors import (
     ArenaError,
     LakeckptError,
-    MissingRanksError,
     SaveFailed,
     SaveSkipped,
     UnannouncedChange,
@@ -47,7 +45,7 @@ from lakeckpt.tracking.notes import error_to_text
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 from lakeckpt.wire.envelope import dumps
 
-__all__ = ["Background", "Saved"]
+__all__ = ["Background"]
 
 _NOTHING_SPARE_S = 0.01
 _LOOK_S = 0.5
@@ -56,18 +54,6 @@ _LOOKS = 8
 """How often the others can look before rank 0 ends whose last save failed: they may be a step and a save behind."""
 _PATIENCE = 3
 """How many saves in a row may be skipped, with nothing under way, before that is a failure."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """The result of a save: the checkpoint, or the error."""
-
-    step: int
-    info: CheckpointInfo | None
-    error: LakeckptError | None
-    took_s: float
-    remarks: Remarks = field(default_factory=Remarks)
-    """On the commit."""
 
 
 @dataclass(slots=True)
@@ -116,8 +102,7 @@ class Background:
         self._results: list[Saved] = []
         self._written: set[str] = set()  # documents of tables that are in storage
         self._captured: int | None = None  # the last cut of which a capture began, if no save has used it
-        self._settled = False
-        self._no_arena: ArenaError | None = None
+        self._has_had_arena = False
         self._has_reported = False  # that there is no arena any more
         self._next_look_s = float("-inf")
         self._missed = 0  # saves in a row without a capture, with nothing under way that would explain it
@@ -127,34 +112,30 @@ class Background:
     def cut(self, step: int) -> None:
         """Begin to capture the cut of ``step``, if that can be done now.
 
-        Raises what goes wrong on this rank. `SaveFailed` if there is no arena any more: once, until there is one again.
-        The other ranks learn of it at the next save, if it is still wrong then, or when this rank stops.
+        Raises what goes wrong on this rank. `ArenaError` if there never was an arena. `SaveFailed` if there is no arena
+        any more: once, until there is one again. The other ranks learn of it at the next save, if it is still wrong
+        then, or when this rank stops.
         """
-        failure: SaveFailed | None = None
+        failure: Exception | None = None
         self._order_ready()  # the failure of a save goes with its order
-        if self._no_arena is None:
-            try:
-                if self._capture(step, self._journal.pending(step), must=False):
-                    self._has_reported = False
-                    with suppress(SaveFailed):  # the next cut or save tries again
-                        self._write_documents(skip=self._written)  # this cut may be that of a final save
-            except ArenaError as error:
-                if not self._settled:
-                    self._no_arena = error
-                elif not self._has_reported:
-                    self._has_reported, failure = True, _no_arena_any_more(step, error)
+        try:
+            if self._capture(step, self._journal.pending(step), must=False):
+                self._has_reported = False
+                with suppress(SaveFailed):  # the next cut or save tries again
+                    self._write_documents(skip=self._written)  # this cut may be that of a final save
+        except ArenaError as error:
+            if not self._has_reported:
+                self._has_reported, failure = self._has_had_arena, self._without_arena(step, error)
         self._order_ready()
         if failure is not None:
             raise failure
 
-    def save(self, step: int, metric: Any, *, patient: bool) -> bool:
-        """Capture the cut of ``step``, which is as good as ``metric`` (`held_metric`), and have it persisted. Return
-        False if some rank has no arena, and so no rank can capture; the first call settles that with all ranks.
+    def save(self, step: int, metric: Any, *, patient: bool) -> None:
+        """Capture the cut of ``step``, which is as good as ``metric`` (`held_metric`), and have it persisted.
 
         ``patient``: wait if all memory of the arena is still being persisted, instead of skipping this save. Whatever
         is raised here, the agents of all ranks drop the save together.
         """
-        pending: Pending = {}
         good: float | None = None
         captured = False
         failure: Exception | None = None
@@ -165,20 +146,11 @@ class Background:
             pending = self._journal.pending(step)
             self._write_documents()
             good = checked_metric(metric)
-            captured = self._no_arena is None and (
-                self._has_captured(step) or self._capture(step, pending, must=True, patient=patient)
-            )
+            captured = self._has_captured(step) or self._capture(step, pending, must=True, patient=patient)
+            self._count_missed(step, captured)
+            self._journal.handed_over(pending, step)
         except ArenaError as error:
-            failure = _no_arena_any_more(step, error)
-            self._no_arena = None if self._settled else error
-        except Exception as error:
-            failure = error
-        if not self._settled and not self._all_have_arenas():
-            return False
-        try:
-            if failure is None:
-                self._count_missed(step, captured)
-                self._journal.handed_over(pending, step)
+            failure = self._without_arena(step, error)
         except Exception as error:
             failure = error
         self._captured = None
@@ -193,7 +165,7 @@ class Background:
         if captured and failure is None:
             self._pending[order.number] = one
             self._order_ready()
-            return True
+            return
         if failure is not None:
             self._note(order, failure)
         self._order_ready()  # all ranks order their saves in one order
@@ -201,7 +173,14 @@ class Background:
         self._send(one)  # the agents of all ranks must learn that this rank has not captured it
         if failure is not None:
             raise failure
-        return True
+
+    def _without_arena(self, step: int, error: ArenaError) -> LakeckptError:
+        """Return the error of a cut for which there is no memory. A job that never had an arena is refused."""
+        if not self._has_had_arena:
+            return type(error)(f"{error}. Without capture_every, saves are synchronous and need no arena")
+        failure = SaveFailed(f"step {step} was not captured: {error}")
+        failure.__cause__ = error
+        return failure
 
     def _count_missed(self, step: int, captured: bool) -> None:
         """Raise `SaveFailed` if no save was captured for a while, though nothing is being persisted."""
@@ -212,28 +191,9 @@ class Background:
                 "arena was to spare, though nothing is being persisted. `lakeckpt doctor` lists what lies in memory"
             )
 
-    def _all_have_arenas(self) -> bool:
-        facts = {} if self._no_arena is None else {"no arena": str(self._no_arena)}
-        try:
-            without = self._exchange.everyone(facts).facts.get("no arena")
-        except MissingRanksError as error:
-            if (stop := noted_stop(self._exchange)) is not None:
-                raise stop[1] from error
-            raise SaveFailed(f"it is not known if all ranks have an arena: {error}") from error
-        if without:
-            self._no_arena = self._no_arena or ArenaError("; ".join(sorted(without)))
-            return False
-        self._settled = True
-        return True
-
     def fence(self) -> None:
         """Return when the state may change. See `CaptureEngine.fence`."""
         self._engine.fence()
-
-    @property
-    def problem(self) -> str:
-        """Why there is no arena."""
-        return str(self._no_arena)
 
     def _has_captured(self, step: int) -> bool:
         """Return whether `cut` has captured the cut of ``step``, and no save has used it since."""
@@ -251,7 +211,7 @@ class Background:
             common = self._engine.completed if self._exchange.world_size == 1 else None
             attempt = str(self.attempt.number)
             if self._engine.cut(step, attempt=attempt, cut=digest, readers=readers, common=common, must=must):
-                self._captured = step
+                self._captured, self._has_had_arena = step, True
                 return True
             if not patient or not self._pending or self._waiter.now() > deadline_s:
                 return False
@@ -317,6 +277,9 @@ class Background:
                 return
             assert result.error is not None
             self._note(one.order, result.error)
+            is_covered = self.attempt.recorded >= one.order.step or self.is_saving(one.order.step)
+            if is_covered and isinstance(result.error, SaveSkipped):
+                return  # another save of the same step is the result, or is under way
         self._results.append(result)
 
     def _note(self, order: Order, failure: Exception) -> None:
@@ -347,7 +310,7 @@ class Background:
     def _result_of(self, outcome: Outcome) -> Saved:
         if outcome.slot is None:
             error = save_error(f"{outcome.kind}: {outcome.text}")
-            return Saved(step=outcome.step, info=None, error=error, took_s=outcome.took_s)
+            return Saved(step=outcome.step, info=None, error=error)
         info = CheckpointInfo(
             slot=outcome.slot,
             step=outcome.step,
@@ -356,7 +319,7 @@ class Background:
             created_s=outcome.created_s,
         )
         remarks = Remarks(lost=outcome.lost, unpruned=outcome.text)
-        return Saved(step=outcome.step, info=info, error=None, took_s=outcome.took_s, remarks=remarks)
+        return Saved(step=outcome.step, info=info, error=None, remarks=remarks)
 
     def wait(self) -> None:
         """Return when the results of all saves are known. Raises `SaveFailed` if the agent is silent."""
@@ -414,11 +377,3 @@ class Background:
         self._generations.close()
         self._engine.close()
         self._agent.close(well=well)
-
-
-def _no_arena_any_more(step: int, error: ArenaError) -> SaveFailed:
-    failure = SaveFailed(
-        f"step {step} was not captured: {error}. A job that is started where arenas do not fit saves synchronously"
-    )
-    failure.__cause__ = error
-    return failure

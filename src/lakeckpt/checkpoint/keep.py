@@ -1,55 +1,23 @@
-"""This module decides which checkpoints of a history keep their data: the newest, one of every so many steps, the best.
+"""This module defines the rule that selects which checkpoints keep their data, and reads the metrics that it compares.
 
-`Keep` is the rule that a user asks for, and the manifest of each commit records it. `kept_of` applies the rule to a
-chain of checkpoints. The rule selects the same checkpoints after the others have been removed. So a removal that was
-interrupted can be continued later, and is not mistaken for damage.
-
-The module never touches storage, never imports torch, and starts no threads.
+`Keep` is the rule that a user asks for, and the manifest of each commit records it. The rule is applied by
+`lakeckpt.checkpoint.persist.history`. The module never touches storage, never imports torch, and starts no threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import isnan
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 from lakeckpt.errors import ConfigError
 
 __all__ = [
-    "Commit",
     "Keep",
-    "Ranked",
-    "best_first",
     "checked_metric",
     "held_metric",
-    "kept_ever_since",
-    "kept_of",
 ]
 
 _NO_NUMBER = "metric is a number that says how good the state is"
-
-
-class Ranked(Protocol):
-    """The values of a checkpoint that the rule needs."""
-
-    @property
-    def slot(self) -> int:
-        """Its slot in the log."""
-        ...
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-        ...
-
-    @property
-    def metric(self) -> float | None:
-        """How good the state is; None if the user gave no metric."""
-        ...
-
-
-_Ranked = TypeVar("_Ranked", bound=Ranked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,64 +49,6 @@ class Keep:
     def looks_back(self) -> bool:
         """Whether the rule may keep checkpoints older than the newest ``last``."""
         return self.every is not None or bool(self.best)
-
-
-def kept_of(chain: Sequence[Ranked], keep: Keep) -> frozenset[int]:
-    """Return the slots of the checkpoints in ``chain`` (the oldest first) that keep their data.
-
-    >>> from types import SimpleNamespace as One
-    >>> chain = [One(slot=n, step=40 * n, metric=abs(n - 2.0)) for n in range(1, 8)]
-    >>> sorted(kept_of(chain, Keep(last=1, every=100, best=1)))
-    [2, 3, 5, 7]
-    """
-    kept = {one.slot for one in chain[-keep.last :]}
-    if keep.every is not None:
-        firsts: dict[int, int] = {}
-        for one in chain:
-            if one.step >= keep.every:
-                firsts.setdefault(one.step // keep.every, one.slot)
-        kept |= set(firsts.values())
-    return frozenset(kept | {one.slot for one in best_first(chain, keep.best_is)[: keep.best]})
-
-
-def best_first(checkpoints: Iterable[_Ranked], best_is: Literal["lowest", "highest"]) -> list[_Ranked]:
-    """Return the ``checkpoints`` that have a metric other than NaN, the best first; of equal ones the newest first."""
-    sign = 1.0 if best_is == "lowest" else -1.0
-    rated = [
-        (sign * one.metric, -one.slot, one) for one in checkpoints if one.metric is not None and not isnan(one.metric)
-    ]
-    return [one for _, _, one in sorted(rated, key=lambda row: row[:2])]
-
-
-class Commit(Ranked, Protocol):
-    """A commit, with its parent and the rule that it recorded."""
-
-    @property
-    def parent(self) -> int | None:
-        """The slot of the commit before."""
-        ...
-
-    @property
-    def keep(self) -> Keep | None:
-        """The rule by which data was removed after the commit; None if the manifest does not record it."""
-        ...
-
-
-def kept_ever_since(commits: Sequence[Commit], tip: int) -> frozenset[int]:
-    """Return the slots of the history that ends with ``tip`` whose data no commit was allowed to remove.
-
-    ``commits`` are all commits of a log, in its order. Each commit removed the data that its rule did not keep in its
-    own history. This includes the commits of branches that were abandoned later.
-    """
-    by_slot = {one.slot: one for one in commits}
-    kept: dict[int, frozenset[int]] = {}
-    for one in commits:
-        before = kept.get(one.parent, frozenset()) if one.parent is not None else frozenset()
-        chain = [*(by_slot[slot] for slot in sorted(before)), one]
-        kept[one.slot] = frozenset({one.slot}) if one.keep is None else kept_of(chain, one.keep)
-    return frozenset(
-        slot for slot in kept.get(tip, ()) if all(slot in some for other, some in kept.items() if other > slot)
-    )
 
 
 def held_metric(metric: Any) -> Any:

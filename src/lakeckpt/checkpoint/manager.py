@@ -2,40 +2,37 @@
 
 All ranks make one and call it alike. Only saves and restores communicate with other ranks, and the few notes by which
 rank 0 announces saves that fall by the clock. Without ``capture_every``, saves are synchronous: when `step` or `save`
-returns, the checkpoint is committed, and no thread outlives a call. With ``capture_every``, cuts are captured beside
-training and persisted by an agent, and `step` only begins them (`lakeckpt.checkpoint.async_save`). The results of such
-saves are read by the next call of `step`, `save` or `wait`, on the thread that calls.
+returns, the checkpoint is committed, and no thread outlives a call (`lakeckpt.checkpoint.sync_save`). With
+``capture_every``, cuts are captured beside training and persisted by an agent, and `step` only begins them
+(`lakeckpt.checkpoint.async_save`). The results of such saves are read by the next call of `step`, `save` or `wait`, on
+the thread that calls.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state
 from lakeckpt.checkpoint.async_save import Background
-from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack, by_reader, cut_all
+from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all
 from lakeckpt.checkpoint.consumed.watch import Watch
 from lakeckpt.checkpoint.failures import note_stop
 from lakeckpt.checkpoint.keep import Keep, held_metric
-from lakeckpt.checkpoint.opening import open_background, place_of
+from lakeckpt.checkpoint.opening import Place, open_saves, place_of
 from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.commit import Verify
 from lakeckpt.checkpoint.persist.history import not_rolled_back
 from lakeckpt.checkpoint.persist.log import read_log
-from lakeckpt.checkpoint.persist.publish import Publisher, Settings
-from lakeckpt.checkpoint.policy import Policy, policy_of
-from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of, text_of_policy
-from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks, RestoreReport, SaveHandle, SaveWarning
+from lakeckpt.checkpoint.persist.publish import Settings
+from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of
+from lakeckpt.checkpoint.report import CheckpointInfo, Reporter, RestoreReport
 from lakeckpt.checkpoint.restore.restorer import Restorer
-from lakeckpt.checkpoint.schedule import Schedule
+from lakeckpt.checkpoint.schedule import Schedule, interval_of
 from lakeckpt.checkpoint.sync_save import Saver
-from lakeckpt.errors import ConfigError, LakeckptError, SaveFailed, SaveSkipped
+from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
@@ -58,24 +55,19 @@ class CheckpointManager:
         state: name → object with ``state_dict`` and ``load_state_dict``. Readers such as `lakeckpt.LakeLoader` are
             recognised: their states are taken as of what was consumed. Random states are always saved.
         persist_every: save after so many optimizer steps (int), or so much time (timedelta). Default: every 10 minutes.
-        mean_time_between_failures: instead of ``persist_every``: how often a job of this size fails. Saves then fall as
-            often as loses the least time in all, by what they cost (`lakeckpt.checkpoint.policy.best_interval_s`).
-        capture_every: copy the state into host memory every so many optimizer steps (int), or so much time (timedelta),
-            beside training; saves are then made from there by a process of this node, while training goes on, and a
-            process that is restarted loses no more than that. It takes the state's size three times (four times with
-            several ranks) of memory. ``uri`` is then a path or URL, not a `Storage`, and ``storage_options`` are plain
-            values: the process opens both again. None: saves are synchronous.
+        capture_every: copy the state into host memory every so many optimizer steps, beside training; saves are then
+            made from there by a process of this node, while training goes on, and a process that is restarted loses no
+            more than that. It takes the state's size three times (four times with several ranks) of memory. ``uri`` is
+            then a path or URL, not a `Storage`, and ``storage_options`` are plain values: the process opens both again.
+            None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
         bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. A profile of
             the last iterations is written beside the checkpoints once a minute, for ``lakeckpt report``.
-        policy: instead of both, an object that says when to save (`lakeckpt.checkpoint.policy.Policy`).
         keep: which checkpoints keep their data: so many of the newest (int), or a `lakeckpt.Keep` rule. The record of
             all checkpoints stays.
         group: the torch process group (or one-dimensional DeviceMesh) whose ranks hold replicas; default: all ranks.
         rank, world_size: checked against the group's, where given.
         storage_options: options of the object store, such as credentials.
-        verify: what rank 0 compares before it commits: the ``"sizes"`` of all objects, or all their ``"bytes"``, read
-            again.
         timeout_s: how long a rank waits for another one in a save or restore, in seconds.
         on_save: called with the `CheckpointInfo` of each checkpoint that this manager commits, on the training thread.
         on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails. A superseded attempt, a
@@ -92,55 +84,46 @@ class CheckpointManager:
         state: Mapping[str, Any],
         *,
         persist_every: int | timedelta | None = None,
-        mean_time_between_failures: timedelta | None = None,
-        capture_every: int | timedelta | None = None,
+        capture_every: int | None = None,
         arenas: str | PathLike[str] | None = None,
         bubbles: Bubbles | None = None,
-        policy: Policy | None = None,
         keep: int | Keep = 3,
         group: Any = None,
         rank: int | None = None,
         world_size: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        verify: Verify = "sizes",
         timeout_s: float = 600.0,
         on_save: Callable[[CheckpointInfo], object] | None = None,
         on_save_failure: Literal["raise", "warn"] = "raise",
     ) -> None:
         self._objects = checked_state(state)
-        check_settings(verify, on_save_failure, timeout_s)
-        check_capturing(arenas, bubbles)
-        chosen = policy_of(persist_every, policy, between_failures=mean_time_between_failures)
+        check_settings(on_save_failure, timeout_s)
+        check_capturing(capture_every, arenas, bubbles)
+        every = interval_of(persist_every)
         rule = keep if isinstance(keep, Keep) else Keep(last=keep)
         if not isinstance(uri, (str, PathLike, Storage)):
             raise ConfigError(f"a run lies at a folder, a URL or in a Storage, got {uri!r}")
         self._storage = uri if isinstance(uri, Storage) else open_storage(uri, storage_options=storage_options)
         self._exchange, self._waiter = self._talk(group, timeout_s, alone=world_size == 1)
         check_topology(self._exchange, rank, world_size)
-        self._place = None if capture_every is None else place_of(self._storage, uri, storage_options or {})
-        self._captures = _captures(capture_every, self._exchange, self._waiter)
-        self._arenas = None if self._captures is None else ArenaFolder(arenas)
+        self._capture_every = capture_every
+        self._place: Place | None = None
+        if capture_every is not None:
+            self._place = place_of(self._storage, uri, storage_options or {}, arenas)
         self._bubbles = bubbles
         self._keeper: ProfileKeeper | None = None
-        self._background: Background | None = None
-        self._settings = Settings(keep=rule, verify=verify, timeout_s=timeout_s)
-        self._on_save = on_save
-        self._warn_only = on_save_failure == "warn"
+        self._saves: Saver | Background | None = None
+        self._settings = Settings(keep=rule, timeout_s=timeout_s)
+        self._reporter = Reporter(on_save, warns=on_save_failure == "warn")
         self._shared = {
-            "when to save": text_of_policy(chosen),
-            "capture_every": "None" if capture_every is None else text_of_policy(policy_of(capture_every)),
+            "persist_every": str(every),
+            "capture_every": repr(capture_every),
             "keep": repr(rule),
-            "verify": verify,
             "on_save_failure": on_save_failure,
         }
-        self._schedule = Schedule(chosen, self._exchange, self._waiter)
+        self._schedule = Schedule(every, self._exchange, self._waiter)
         self._tracks: dict[str, ReaderTrack] = {}
-        self._saver: Saver | None = None
         self._step = 0
-        self._saved_step = 0
-        self._failed_step = 0  # of the save that failed last
-        self._newest: CheckpointInfo | None = None  # the newest commit of this manager
-        self._handles: list[SaveHandle] = []  # of saves of which nothing is known yet
         self._metric: Any = None
         self._report: RestoreReport | None = None
         self._closed = False
@@ -194,14 +177,15 @@ class CheckpointManager:
         mixture of states, and the error says so.
         """
         self._refuse_closed()
-        if self._saver is not None:
+        if self._saves is not None:
             raise ConfigError("this manager has restored already: make another one to restore again")
         if step is not None and (type(step) is not int or step < 0):
             raise ConfigError(f"step is the optimizer step of a checkpoint to go back to, or None, got {step!r}")
         missing = checked_names(allow_missing, self._objects)
         check_shared(self._exchange, self._shared)
+        arenas = None if self._place is None else self._place.arenas
         restorer = Restorer(
-            self._storage, self._exchange, self._objects, step=step, arenas=self._arenas, allow_missing=missing
+            self._storage, self._exchange, self._objects, step=step, arenas=arenas, allow_missing=missing
         )
         done, attempt, self._report = restorer.restore()
         # If one rank cannot begin, none does: the others would wait for it at the first save.
@@ -210,7 +194,7 @@ class CheckpointManager:
 
     def _begin(self, done: int, attempt: Attempt) -> None:
         """Begin to count steps, and to capture, after a restore."""
-        self._step, self._saved_step = done, attempt.recorded
+        self._step, self._reporter.saved_step = done, attempt.recorded
         self._tracks.update(
             (name, ReaderTrack(name, one, attempt=attempt.number))
             for name, one in self._objects.items()
@@ -218,38 +202,22 @@ class CheckpointManager:
         )
         objects = {name: one for name, one in self._objects.items() if name not in self._tracks}
         self._watch = Watch(self._tracks, objects)
-        journal = Journal(self._tracks, done, pending=attempt.pending, recorded=attempt.recorded)
-        rank, world_size = self._exchange.rank, self._exchange.world_size
-        publisher = Publisher(
+        self._saves = open_saves(
+            objects,
             self._storage,
+            self._exchange,
             attempt,
-            rank=rank,
-            world_size=world_size,
+            place=self._place,
+            step=done,
+            tracks=self._tracks,
             settings=self._settings,
             waiter=self._waiter,
-            exchange=self._exchange if world_size > 1 else None,
+            gate=None if self._bubbles is None else self._bubbles.gate,
         )
-        self._saver = Saver(
-            publisher, self._storage, self._exchange, objects=objects, tracks=self._tracks, journal=journal
-        )
-        if self._arenas is not None and self._place is not None:
-            self._background = open_background(
-                objects,
-                self._place,
-                self._exchange,
-                attempt,
-                arenas=self._arenas,
-                step=done,
-                tracks=self._tracks,
-                journal=journal,
-                settings=self._settings,
-                waiter=self._waiter,
-                gate=None if self._bubbles is None else self._bubbles.gate,
-            )
         if self._bubbles is not None:
+            rank, world_size = self._exchange.rank, self._exchange.world_size
             self._keeper = self._bubbles.kept(self._storage, attempt=attempt.number, rank=rank, world_size=world_size)
-        for schedule in filter(None, (self._schedule, self._captures)):
-            schedule.start(done)
+        self._schedule.start(done)
 
     def step(self, batch: Any = None, *, metric: float | None = None) -> None:
         """Count an optimizer step, and save if the policy says so. Call it on every rank after each optimizer step,
@@ -268,35 +236,29 @@ class CheckpointManager:
         used, or the metric is no number; `StateUnavailable` where the reader has not delivered it since the last save:
         both come before the cut, on this rank alone, which may call again. Where a save falls, the others wait for it.
         """
-        saver = self._ready()
+        saves = self._ready()
         receipts = by_reader(batch, self._tracks)
         self._metric = held_metric(metric)
         self._step += 1
         self._watch.stepped(cut_all(self._tracks, self._step, receipts))
         if self._bubbles is not None:
             self._bubbles.gate.cut(self._step)
-        due = self._schedule.is_due(self._step)
-        captured = self._captures is not None and self._captures.is_due(self._step)
-        self._failed_step = self._step
-        try:
-            if self._background is not None:
-                self._cut(self._background, due=due, captured=captured)
-            elif due:
-                self._save(saver)
-        except SaveFailed as error:
-            if not self._warn_only:
-                raise
-            text = f"training goes on without a checkpoint of step {self._failed_step}: {error}"
-            warnings.warn(text, SaveWarning, stacklevel=2)
+        with self._reporter.warning_of(self._step):
+            if self._schedule.is_due(self._step):
+                self._save(saves, sync=False)
+            else:
+                if self._capture_every is not None and self._step % self._capture_every == 0:
+                    saves.cut(self._step)
+                self._read_results(saves)
 
     @overload
     def save(self, *, metric: float | None = None, sync: Literal[True] = True) -> CheckpointInfo: ...
     @overload
-    def save(self, *, metric: float | None = None, sync: Literal[False]) -> SaveHandle: ...
-    def save(self, *, metric: float | None = None, sync: bool = True) -> CheckpointInfo | SaveHandle:
+    def save(self, *, metric: float | None = None, sync: Literal[False]) -> None: ...
+    def save(self, *, metric: float | None = None, sync: bool = True) -> CheckpointInfo | None:
         """Save the last cut now, whatever the policy says; call it on every rank, right after `step`. ``metric`` as
-        for `step`; default: the one that was given there. Returns what was committed. With ``sync=False`` the save only
-        begins (where there is ``capture_every``), and the handle that is returned waits for it.
+        for `step`; default: the one that was given there. Returns what was committed. With ``sync=False`` and
+        ``capture_every`` the save only begins, and None is returned: `wait` waits for it, and ``on_save`` reports it.
 
         What fails on one rank fails on all, within seconds, and the error says which rank it was and why. Raises
         `SaveFailed` (nothing was committed, or ranks are gone; training may go on),
@@ -304,27 +266,22 @@ class CheckpointManager:
         cannot be written, with its path), `CheckpointError` where your own code raised something else on another rank,
         as a ``state_dict`` may, and `ConfigError` for a metric that is no number, as `step` does.
         """
-        saver = self._ready()
+        saves = self._ready()
         self._watch.check_stepped()
         if metric is not None:
             self._metric = held_metric(metric)
         self._schedule.begins()
-        handle = SaveHandle(self._step, self.wait)
-        self._handles.append(handle)
-        if self._background is None:
-            self._save(saver)
-        else:
-            self._save_behind(self._background, sync=sync)
-        return handle.wait() if sync else handle
+        self._save(saves, sync=sync)
+        return self._reporter.newest if sync else None
 
     def wait(self) -> CheckpointInfo | None:
         """Return when everything that was saved is committed: the newest checkpoint that this manager committed, or
         None where it committed none. Errors as for `save`."""
         self._refuse_closed()
-        if self._background is not None:
-            self._background.wait()
-            self._read_results(self._background)
-        return self._newest
+        if self._saves is not None:
+            self._saves.wait()
+            self._read_results(self._saves)
+        return self._reporter.newest
 
     def fence(self) -> None:
         """Return when the state may change.
@@ -335,8 +292,8 @@ class CheckpointManager:
         skipped, the replay of a CUDA graph that holds an optimizer step. Any thread may call it. It does nothing
         without ``capture_every``.
         """
-        if self._background is not None:
-            self._background.fence()
+        if self._saves is not None:
+            self._saves.fence()
 
     def close(self) -> None:
         """Close what the manager has opened; save nothing. It may be called again. An agent goes on with what it has
@@ -349,8 +306,8 @@ class CheckpointManager:
             try:
                 if well:
                     self._watch.check_stepped()
-                if self._background is not None:
-                    self._background.close(well=well)
+                if self._saves is not None:
+                    self._saves.close(well=well)
                 if self._keeper is not None:
                     self._keeper.end()
             finally:
@@ -367,10 +324,11 @@ class CheckpointManager:
         fails here is such an exception."""
         well, failure = False, error
         try:
-            if kind is None and not self._closed and self._saver is not None:
-                if self._background is not None and self._background.is_saving(self._step):
-                    self._wait_or_warn()
-                if self._saved_step != self._step:  # on all ranks, or on none
+            if kind is None and not self._closed and self._saves is not None:
+                if self._saves.is_saving(self._step):
+                    with self._reporter.warning_of(self._step):
+                        self.wait()
+                if self._reporter.saved_step != self._step:  # on all ranks, or on none
                     self.save()
                 self.wait()
             well = kind is None
@@ -386,98 +344,27 @@ class CheckpointManager:
 
     def _stop(self, failure: BaseException, *, at_exit: bool) -> None:
         """Tell the other ranks that this one stops, so that none waits for it until its time is over."""
-        if self._background is not None:
-            self._background.stop(failure, at_exit=at_exit)
-        elif self._exchange.world_size > 1:
+        if self._saves is None:
             note_stop(self._exchange, failure)
+        else:
+            self._saves.stop(failure, at_exit=at_exit)
 
-    def _wait_or_warn(self) -> None:
-        """Wait for the saves under way; a failure is a warning if a save by policy is allowed to fail."""
-        try:
-            self.wait()
-        except SaveFailed as error:
-            if not self._warn_only:
-                raise
-            text = f"a checkpoint of step {self._failed_step} was not saved: {error}"
-            warnings.warn(text, SaveWarning, stacklevel=3)
-
-    def _save(self, saver: Saver) -> None:
-        begun_s = self._waiter.now()
-        try:
-            info = CheckpointInfo.of(saver.save(self._step, metric=self._metric))
-        except BaseException:
-            self._handles.clear()  # `save` raises it
-            raise
-        held_s = self._waiter.now() - begun_s
-        self._schedule.saved(cost_s=held_s, took_s=held_s)
-        self._committed(info)
-        saver.remarks.warn()
-
-    def _committed(self, info: CheckpointInfo) -> None:
-        self._saved_step, self._newest = info.step, info
-        self._settle(info.step, info)
-        if self._on_save is not None:
-            self._on_save(info)
-
-    def _settle(self, step: int, result: CheckpointInfo | LakeckptError) -> None:
-        for handle in [one for one in self._handles if one.step == step]:
-            handle.settle(result)
-            self._handles.remove(handle)
-
-    def _cut(self, background: Background, *, due: bool, captured: bool) -> None:
-        """A cut that may be captured beside training, and is persisted if a save is due."""
-        if due:
-            self._save_behind(background, sync=False)
-            return
-        if captured:
-            background.cut(self._step)
-        self._read_results(background)
-
-    def _save_behind(self, background: Background, *, sync: bool) -> None:
-        begun_s = self._waiter.now()
-        if not background.save(self._step, self._metric, patient=sync):
-            text = f"saves are synchronous, as cuts cannot be captured on every rank: {background.problem}"
-            warnings.warn(text, CaptureWarning, stacklevel=4)
-            self._background = None
-            background.close(well=True)
-            self._save(self._ready())
-            return
-        self._schedule.saved(cost_s=self._waiter.now() - begun_s)
+    def _save(self, saves: Saver | Background, *, sync: bool) -> None:
+        saves.save(self._step, self._metric, patient=sync)
         if sync:
-            background.wait()
-        self._read_results(background, wanted=self._step if sync else None)
+            saves.wait()
+        self._read_results(saves, wanted=self._step if sync else None)
 
-    def _read_results(self, background: Background, *, wanted: int | None = None) -> None:
-        """Read the results of saves beside training. A failure after the newest commit is raised; the failure of a save
-        that was skipped for another save is raised only if it is the save of step ``wanted``."""
-        failure, remarks = None, Remarks()
-        outcomes = list(background.results())
-        committed = {one.info.step for one in outcomes if one.info is not None} | {self._saved_step}
-        for one in outcomes:
-            if one.info is not None:
-                remarks, failure = one.remarks, None
-                self._schedule.saved(took_s=one.took_s)
-                self._committed(one.info)
-                continue
-            assert one.error is not None
-            if isinstance(one.error, SaveSkipped) and (one.step in committed or background.is_saving(one.step)):
-                continue  # another save of the same step is, or will be, the result
-            self._settle(one.step, one.error)
-            if not isinstance(one.error, SaveSkipped) or one.step == wanted:
-                failure, self._failed_step = one.error, one.step
-        try:
-            remarks.warn()
-        finally:  # whether or not warnings are errors
-            if failure is not None:
-                raise failure
+    def _read_results(self, saves: Saver | Background, *, wanted: int | None = None) -> None:
+        self._reporter.report(saves.results(), wanted=wanted)
 
-    def _ready(self) -> Saver:
+    def _ready(self) -> Saver | Background:
         self._refuse_closed()
-        if self._saver is None:
+        if self._saves is None:
             raise ConfigError(
                 "call restore() before the first step: it begins the attempt, and returns 0 on a fresh start"
             )
-        return self._saver
+        return self._saves
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -485,11 +372,3 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         return f"CheckpointManager({describe(self._storage)!r}, {sorted(self._objects)}, step={self._step})"
-
-
-def _captures(every: object, exchange: Exchange, waiter: Waiter) -> Schedule | None:
-    if every is None:
-        return None
-    if not isinstance(every, timedelta) and (type(every) is not int or every < 1):
-        raise ConfigError(f"capture_every is a positive number of optimizer steps, a timedelta, or None, got {every!r}")
-    return Schedule(policy_of(every), exchange, waiter, name="capture")

@@ -1,4 +1,4 @@
-"""This module makes the capture engine and the agent of a trainer, for one attempt.
+"""This module makes what saves the cuts of a trainer, for one attempt: a `Saver`, or a capture engine and an agent.
 
 The agent is a process, which opens storage by its URL. So a run that lies in a `Storage` of the user's own cannot be
 captured: `place_of` refuses it.
@@ -20,7 +20,8 @@ from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
 from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.publish import Settings
+from lakeckpt.checkpoint.persist.publish import Publisher, Settings
+from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.errors import ConfigError, UnsupportedValue
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
@@ -28,22 +29,29 @@ from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.waiting import Waiter
 from lakeckpt.wire.envelope import dumps
 
-__all__ = ["Place", "open_background", "place_of"]
+__all__ = ["Place", "open_saves", "place_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a run lies: ``storage``, and how another process opens it."""
+    """Where a run lies: ``storage``, and how another process opens it; and where its captures lie: ``arenas``."""
 
     storage: Storage
     uri: str
     storage_options: Mapping[str, Any]
+    arenas: ArenaFolder
 
 
-def place_of(storage: Storage, uri: str | os.PathLike[str] | Storage, storage_options: Mapping[str, Any]) -> Place:
+def place_of(
+    storage: Storage,
+    uri: str | os.PathLike[str] | Storage,
+    storage_options: Mapping[str, Any],
+    arenas: str | os.PathLike[str] | None,
+) -> Place:
     """Return where a run lies that the user has named by ``uri``. `ConfigError` if another process cannot open it."""
+    folder = ArenaFolder(arenas)
     if isinstance(storage, LocalStorage):
-        return Place(storage=storage, uri=storage.name, storage_options={})
+        return Place(storage=storage, uri=storage.name, storage_options={}, arenas=folder)
     if isinstance(uri, Storage):
         raise ConfigError(
             f"capture_every needs the URL of the run, and got {uri!r}: the agent, a process of its own, opens the "
@@ -57,30 +65,67 @@ def place_of(storage: Storage, uri: str | os.PathLike[str] | Storage, storage_op
             f"with capture_every, storage_options go to the agent, a process of its own, and must be plain values: "
             f"{error}. Give credentials by the environment or a file, or save synchronously, without capture_every"
         ) from error
-    return Place(storage=storage, uri=os.fspath(uri), storage_options=options)
+    return Place(storage=storage, uri=os.fspath(uri), storage_options=options, arenas=folder)
 
 
-def open_background(
+def open_saves(
     objects: Mapping[str, Any],
-    place: Place,
+    storage: Storage,
     exchange: Exchange,
     attempt: Attempt,
     *,
-    arenas: ArenaFolder,
+    place: Place | None,
     step: int,
     tracks: Mapping[str, ReaderTrack],
-    journal: Journal,
     settings: Settings,
     waiter: Waiter,
     gate: Gate | None = None,
-) -> Background:
-    """What captures ``objects`` into ``arenas`` and persists them, for a history that goes on after ``step``.
+) -> Saver | Background:
+    """Return what saves ``objects`` and ``tracks``, for a history that goes on after ``step``: while training waits, or
+    beside training if there is a ``place``.
 
     ``gate`` says when slices may move; None: at once.
 
     Raises `AgentError` where no agent can be started, `ArenaError` where the folder cannot hold arenas.
     """
-    arenas.make()
+    journal = Journal(tracks, step, pending=attempt.pending, recorded=attempt.recorded)
+    if place is not None:
+        engine, agent, generations = _open_agent(objects, place, exchange, attempt, step, settings, gate)
+        return Background(
+            engine,
+            agent,
+            storage,
+            generations,
+            exchange,
+            attempt,
+            tracks=tracks,
+            journal=journal,
+            waiter=waiter,
+            timeout_s=settings.timeout_s,
+        )
+    publisher = Publisher(
+        storage,
+        attempt,
+        rank=exchange.rank,
+        world_size=exchange.world_size,
+        settings=settings,
+        waiter=waiter,
+        exchange=exchange if exchange.world_size > 1 else None,
+    )
+    return Saver(publisher, storage, exchange, objects=objects, tracks=tracks, journal=journal)
+
+
+def _open_agent(
+    objects: Mapping[str, Any],
+    place: Place,
+    exchange: Exchange,
+    attempt: Attempt,
+    step: int,
+    settings: Settings,
+    gate: Gate | None,
+) -> tuple[CaptureEngine, AgentLink, Generations]:
+    """Start what captures ``objects``, and the agent that persists captures."""
+    place.arenas.make()
     digest = digest_of_run(attempt.run, place.storage)
     identity = identity_of(digest, rank=exchange.rank, world_size=exchange.world_size)
     agent = AgentLink(
@@ -92,30 +137,20 @@ def open_background(
             digest=digest,
             rank=exchange.rank,
             world_size=exchange.world_size,
-            arenas=arenas.path,
+            arenas=place.arenas.path,
             linger_s=LINGER_S,
         )
     )
-    return Background(
-        CaptureEngine(
-            objects,
-            identity,
-            folder=arenas,
-            step=step,
-            gate=gate,
-            generations=_generations(exchange.world_size),
-            checksummer=lambda: agent.checksummer,
-        ),
-        agent,
-        place.storage,
-        Generations(arenas, identity),
-        exchange,
-        attempt,
-        tracks=tracks,
-        journal=journal,
-        waiter=waiter,
-        timeout_s=settings.timeout_s,
+    engine = CaptureEngine(
+        objects,
+        identity,
+        folder=place.arenas,
+        step=step,
+        gate=gate,
+        generations=_generations(exchange.world_size),
+        checksummer=lambda: agent.checksummer,
     )
+    return engine, agent, Generations(place.arenas, identity)
 
 
 def _generations(world_size: int) -> int:

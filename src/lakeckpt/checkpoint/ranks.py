@@ -11,11 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lakeckpt.checkpoint.policy import Policy
 from lakeckpt.errors import ConfigError, TrackingError
 from lakeckpt.tracking.exchange import Exchange, exchange_of_group
 
-__all__ = ["check_shared", "check_topology", "exchange_of", "text_of_policy"]
+__all__ = ["check_shared", "check_topology", "exchange_of"]
 
 
 def exchange_of(group: Any, timeout_s: float, *, alone: bool) -> Exchange:
@@ -64,9 +63,3 @@ def check_shared(exchange: Exchange, settings: Mapping[str, str]) -> None:
             f"the ranks were given different settings: {', and '.join(map(tally.describe, differ))}. "
             "Give all ranks of a CheckpointManager the same"
         )
-
-
-def text_of_policy(policy: Policy) -> str:
-    """Return what ranks compare of a policy: all values of one of lakeckpt's, the class of a user's own."""
-    kind = type(policy)
-    return repr(policy) if kind.__module__.startswith("lakeckpt.") else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,24 +1,29 @@
-"""This module defines what a checkpoint manager reports: small values, the handle of a save, and warnings."""
+"""This module defines what a checkpoint manager reports: small values, warnings, and the results of saves.
+
+The module starts no threads.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.persist.log import Damage
-from lakeckpt.errors import CheckpointError, LakeckptError
+from lakeckpt.errors import LakeckptError, SaveFailed, SaveSkipped
 
 __all__ = [
     "CaptureWarning",
     "CheckpointInfo",
     "DamageWarning",
     "Remarks",
+    "Reporter",
     "RestoreReport",
     "RetentionWarning",
-    "SaveHandle",
     "SaveWarning",
+    "Saved",
 ]
 
 
@@ -87,34 +92,62 @@ class CheckpointInfo:
         )
 
 
-class SaveHandle:
-    """A save that has begun, as ``manager.save(sync=False)`` returns it. Only the training thread uses it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """The result of a save: the checkpoint, or the error."""
 
-    def __init__(self, step: int, wait: Callable[[], object]) -> None:
-        self.step = step
-        """The optimizer step that is saved."""
-        self._wait = wait
-        self._result: CheckpointInfo | LakeckptError | None = None
+    step: int
+    info: CheckpointInfo | None
+    error: LakeckptError | None
+    remarks: Remarks = field(default_factory=Remarks)
+    """On the commit."""
 
-    @property
-    def done(self) -> bool:
-        """Whether the result of the save is known. ``step`` and ``wait`` of the manager, and `wait`, update this."""
-        return self._result is not None
 
-    def wait(self) -> CheckpointInfo:
-        """Wait for the commit and return the checkpoint. Raises the error of a save that failed, as
-        `CheckpointManager.save` does."""
-        if self._result is None:
-            self._wait()
-        if self._result is None:
-            raise CheckpointError(f"the save of step {self.step} has no result: it was raised by an earlier call")
-        if isinstance(self._result, LakeckptError):
-            raise self._result
-        return self._result
+class Reporter:
+    """Reports the results of saves to the user: by ``on_save``, as warnings, and as errors.
 
-    def settle(self, result: CheckpointInfo | LakeckptError) -> None:
-        """Record the result of the save. The manager calls it."""
-        self._result = result
+    The training thread calls it. ``warns``: the failure of a save by policy is a warning.
+    """
+
+    def __init__(self, on_save: Callable[[CheckpointInfo], object] | None, *, warns: bool) -> None:
+        self.newest: CheckpointInfo | None = None
+        """The newest commit that was reported."""
+        self.saved_step = 0
+        """The optimizer step of the newest commit."""
+        self._failed_step = 0
+        self._on_save = on_save
+        self._warns = warns
+
+    def report(self, results: Iterable[Saved], *, wanted: int | None = None) -> None:
+        """Report ``results``. A failure after the newest commit is raised; the failure of a save that was skipped for
+        another save is raised only if it is the save of step ``wanted``."""
+        failure, remarks = None, Remarks()
+        for one in results:
+            if one.info is not None:
+                remarks, failure = one.remarks, None
+                self.saved_step, self.newest = one.step, one.info
+                if self._on_save is not None:
+                    self._on_save(one.info)
+            elif not isinstance(one.error, SaveSkipped) or one.step == wanted:
+                failure, self._failed_step = one.error, one.step
+        try:
+            remarks.warn()
+        finally:  # whether or not warnings are errors
+            if failure is not None:
+                raise failure
+
+    @contextmanager
+    def warning_of(self, step: int) -> Iterator[None]:
+        """Warn of a save by policy that fails within, at ``step`` or at a step that was saved before; or let the error
+        through."""
+        self._failed_step = step
+        try:
+            yield
+        except SaveFailed as error:
+            if not self._warns:
+                raise
+            text = f"training goes on without a checkpoint of step {self._failed_step}: {error}"
+            warnings.warn(text, SaveWarning, stacklevel=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 """This module decides on every rank whether a save falls at a step, without a message at most steps.
 
-A policy by steps is asked directly. For any other policy rank 0 alone looks at its clock, at *checks*. At a check it
-announces two steps: the next save (or none), and the next check. The other ranks read the announcement of cut c at the
-next cut, so that a save is always announced one step ahead, and a few announcements suffice for each save.
+Where saves fall every so many steps, each rank counts for itself. Where they fall by time, rank 0 alone looks at its
+clock, at *checks*. At a check it announces two steps: the next save (or none), and the next check. The other ranks read
+the announcement of cut c at the next cut, so that a save is always announced one step ahead, and a few announcements
+suffice for each save.
 
 The next check lies halfway to the time of the next save, but at most an eighth of the interval ahead. Time is converted
 into steps by the slower of two paces: the pace since the start, and the pace since the check before. The next check is
@@ -16,41 +17,49 @@ The module starts no threads. All calls come from the training thread.
 from __future__ import annotations
 
 import json
-from collections import deque
-from statistics import median
+from datetime import timedelta
 
-from lakeckpt.checkpoint.policy import Costs, Policy
+from lakeckpt.errors import ConfigError
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.waiting import Waiter
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "interval_of"]
 
-_COSTS = 5
-"""The cost of a save is the median of so many of the latest saves."""
+_DEFAULT = timedelta(minutes=10)
 _CHECKS = 8
 """At least so many checks fall into the interval between two saves."""
 _MOST_STEPS_BETWEEN_CHECKS = 10_000
 
 
-class Schedule:
-    """The schedule of one rank. Every rank calls `is_due` once for every step, in order.
+def interval_of(every: object) -> int | timedelta:
+    """Return ``every`` how many steps, or how much time, a user asked to save; by default every 10 minutes.
+    `ConfigError` if it is neither."""
+    if every is None:
+        return _DEFAULT
+    if type(every) is int and every > 0:
+        return every
+    if isinstance(every, timedelta) and every > timedelta(0):
+        return every
+    raise ConfigError(
+        f"persist_every is a positive int (optimizer steps), a positive timedelta, or None (10 minutes), got {every!r}"
+    )
 
-    ``name`` keeps the announcements of several schedules apart.
+
+class Schedule:
+    """The schedule of one rank: a save ``every`` so many steps, or so much time.
+
+    Every rank calls `is_due` once for every step, in order.
     """
 
-    def __init__(self, policy: Policy, exchange: Exchange, waiter: Waiter, *, name: str = "persist") -> None:
-        self._policy = policy
+    def __init__(self, every: int | timedelta, exchange: Exchange, waiter: Waiter) -> None:
+        self._every = every
         self._exchange = exchange
         self._waiter = waiter
-        self._name = name
-        self._saves = 0
         self._checked: int | None = None  # the step of a check whose announcement this rank has not read
         self._save: int | None = None  # as announced last
         self._check = 0
         self._saved_s = 0.0
         self._begun = self._looked = (0, 0.0)  # (step, time) of the start, and of the check before
-        self._costs: deque[float] = deque(maxlen=_COSTS)
-        self._took: deque[float] = deque(maxlen=_COSTS)
 
     def start(self, step: int) -> None:
         """Begin the schedule of a run that goes on after ``step``."""
@@ -60,10 +69,10 @@ class Schedule:
 
     def is_due(self, step: int) -> bool:
         """Return whether a save falls at ``step``: the same answer on every rank."""
-        if self._policy.by_steps:
-            return self._policy.is_due(step)
+        if isinstance(self._every, int):
+            return step % self._every == 0
         if self._checked is not None:
-            self._save, self._check = json.loads(self._exchange.fetch(self._note(self._checked)))
+            self._save, self._check = json.loads(self._exchange.fetch(_note(self._checked)))
             self._checked = None
         due = self._save == step
         if due:
@@ -75,26 +84,18 @@ class Schedule:
     def begins(self) -> None:
         """Record that a save begins now. The caller calls this only for a save at a step at which none `is_due`."""
         self._saved_s = self._waiter.now()
-        self._saves += 1
-
-    def saved(self, *, cost_s: float | None = None, took_s: float | None = None) -> None:
-        """Record that a save blocked the loop for ``cost_s``, or was committed ``took_s`` after it had begun."""
-        if cost_s is not None:
-            self._costs.append(cost_s)
-        if took_s is not None:
-            self._took.append(took_s)
 
     def _announce(self, step: int) -> None:
-        if self._policy.by_steps:
+        if isinstance(self._every, int):
             return
         if self._exchange.rank:
             self._checked = step
             return
-        self._save, self._check = self._next(step)
+        self._save, self._check = self._next(step, self._every.total_seconds())
         if self._exchange.world_size > 1:
-            self._exchange.publish(self._note(step), json.dumps([self._save, self._check]).encode())
+            self._exchange.publish(_note(step), json.dumps([self._save, self._check]).encode())
 
-    def _next(self, step: int) -> tuple[int | None, int]:
+    def _next(self, step: int, interval_s: float) -> tuple[int | None, int]:
         """Return the steps of the next save and of the next check, on rank 0 at the cut of ``step``."""
         now_s = self._waiter.now()
         (first, first_s), (before, before_s) = self._begun, self._looked
@@ -102,13 +103,6 @@ class Schedule:
         if step == first:  # no pace yet
             return None, step + 1
         since_start_s, lately_s = (now_s - first_s) / (step - first), (now_s - before_s) / (step - before)
-        interval_s = self._policy.interval_s(
-            Costs(
-                saves=self._saves,
-                cost_s=median(self._costs) if self._costs else None,
-                took_s=median(self._took) if self._took else None,
-            )
-        )
         left_s = interval_s - (now_s - self._saved_s)
         if left_s <= min(since_start_s, lately_s):
             return step + 1, step + 1
@@ -119,5 +113,6 @@ class Schedule:
         ahead = min(ahead_s / step_s, most) if step_s > 0 else most
         return None, step + max(int(ahead), 1)
 
-    def _note(self, step: int) -> str:
-        return f"check/{self._name}/{step}"
+
+def _note(step: int) -> str:
+    return f"check/{step}"

@@ -19,13 +19,13 @@ import torch
 from lakeckpt.checkpoint.capture.links import Batch, Link, Ticket, open_link
 from lakeckpt.checkpoint.capture.moves import flat_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
+from lakeckpt.checkpoint.failures import note_stop
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests, leaves_of_all, short_digest
-from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import checked_metric
 from lakeckpt.checkpoint.persist.indexes import write_documents
 from lakeckpt.checkpoint.persist.publish import Publisher
-from lakeckpt.checkpoint.report import Remarks
+from lakeckpt.checkpoint.report import CheckpointInfo, Saved
 from lakeckpt.checkpoint.state.snapshot import Snapshot, snapshot
 from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
 from lakeckpt.checkpoint.state.tensors import host_bytes, on_host, spec_of
@@ -62,10 +62,11 @@ class Saver:
         self._objects = objects
         self._tracks = tracks
         self._journal = journal
+        self._results: list[Saved] = []
 
-    def save(self, step: int, *, metric: Any = None) -> Manifest:
+    def save(self, step: int, metric: Any, *, patient: bool = True) -> None:
         """Save the cut after optimizer step ``step``, which is as good as ``metric`` (`held_metric`); collective.
-        Returns what was committed.
+        ``patient`` is for saves beside training.
 
         Raises what `Publisher.publish` does, `UnsupportedValue` for a state that cannot be written, and `ConfigError`
         for a metric that turns out to be no number.
@@ -75,12 +76,34 @@ class Saver:
         attempt.saves += 1
         manifest = self._publisher.publish(save, self._taken(step, metric), self._exchange)
         self._journal.committed(manifest.step)
-        return manifest
+        info, remarks = CheckpointInfo.of(manifest), self._publisher.remarks
+        self._results.append(Saved(step=step, info=info, error=None, remarks=remarks))
 
-    @property
-    def remarks(self) -> Remarks:
-        """On the last commit."""
-        return self._publisher.remarks
+    def results(self) -> list[Saved]:
+        """Return the results of saves since the last call."""
+        found, self._results = self._results, []
+        return found
+
+    def stop(self, error: BaseException, *, at_exit: bool) -> None:
+        """This rank stops for ``error``: the other ranks must not wait for it in saves. ``at_exit`` is for saves beside
+        training."""
+        note_stop(self._exchange, error)
+
+    def is_saving(self, step: int) -> bool:
+        """Return False: no save is under way between two calls."""
+        return False
+
+    def cut(self, step: int) -> None:
+        """Do nothing: nothing is captured."""
+
+    def wait(self) -> None:
+        """Do nothing: no save is under way between two calls."""
+
+    def fence(self) -> None:
+        """Do nothing: the state may change at any time."""
+
+    def close(self, *, well: bool) -> None:
+        """Do nothing: no save is under way between two calls."""
 
     def _taken(self, step: int, metric: Any) -> StagedCut | Exception:
         try:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-from lakeckpt.checkpoint.ledger.audit import NAMED_GROUPS, audit
+from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.report import AuditReport, EpochAudit, Finding, ReaderAudit
-from lakeckpt.cli.output import TextTable, format_count, format_rows, print_json, progress_bar
+from lakeckpt.cli.output import TextTable, format_count, format_rows, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 
 __all__ = ["add_arguments", "run"]
@@ -35,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Audit and print. Returns the exit status."""
     storage, place = open_run(args)
-    with progress_bar("auditing", show=not args.json) as progress:
-        report = audit(storage, tip=args.tip, progress=progress, named_groups=10**9 if args.all else NAMED_GROUPS)
+    report = audit(storage, tip=args.tip)
     if args.json:
         print_json(report.to_plain())
     else:

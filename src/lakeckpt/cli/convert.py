@@ -12,7 +12,6 @@ __all__ = ["add_arguments", "run"]
 
 _KINDS = {
     "run": "a run's checkpoint",
-    "dcp": "a checkpoint of torch's DCP",
     "torch": "a file of torch.save",
     "safetensors": "safetensors",
 }
@@ -20,9 +19,9 @@ _KINDS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lakeckpt convert``."""
-    parser.add_argument("source", metavar="SOURCE", help="a run, a folder of DCP, a file of torch.save, safetensors")
+    parser.add_argument("source", metavar="SOURCE", help="a run, a file of torch.save, safetensors")
     parser.add_argument("target", metavar="TARGET", help="a new folder, or a URL; a new file, for torch")
-    parser.add_argument("--to", choices=["dcp", "torch", "safetensors"], required=True, help="the format to write")
+    parser.add_argument("--to", choices=["torch", "safetensors"], required=True, help="the format to write")
     parser.add_argument("--item", metavar="NAME", help="write this part of the state alone, such as model")
     parser.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step (default: newest)")
     parser.add_argument("--rank", type=int, metavar="R", help="of a run: what this rank had (default: all ranks)")

@@ -12,10 +12,9 @@ from math import isfinite
 from typing import Any
 
 from lakeckpt.checkpoint.format.manifest import Manifest
-from lakeckpt.checkpoint.keep import best_first
 from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.checkpoint.ledger.verify import Kept
-from lakeckpt.checkpoint.persist.history import History
+from lakeckpt.checkpoint.persist.history import History, best_first
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 from lakeckpt.core.plan import consumed

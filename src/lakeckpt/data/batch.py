@@ -1,7 +1,6 @@
 """This module defines what the training loop gets: `Batch`, a dict of columns with a receipt.
 
-It also makes columns of tensors: jagged tensors, texts as lists of str, and what moves or pins them. Tensors share the
-memory of the arrays that they were made of. The module starts no threads.
+It also makes lists of str of columns of text, and moves or pins the tensors of a batch. The module starts no threads.
 """
 
 from __future__ import annotations
@@ -9,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.reading.columns.ragged import Ragged
 
-__all__ = ["Batch", "is_text", "jagged", "moved", "pinned", "texts"]
+__all__ = ["Batch", "is_text", "moved", "pinned", "texts"]
 
 
 class Batch(dict[str, Any]):
@@ -64,7 +62,7 @@ default_collate_fn_map[Batch] = _collated
 
 
 def moved(value: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """``value.to(*args, **options)``, or what it holds so: of a dict, list, tuple or `Ragged`. Others as they are."""
+    """Return ``value.to(*args, **options)``, or a dict, list or tuple of what it holds so. Others as they are."""
     if hasattr(value, "to"):
         return value.to(*args, **options)
     if is_text(value):
@@ -73,8 +71,6 @@ def moved(value: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
         return {name: moved(one, args, options) for name, one in value.items()}
     if type(value) in (list, tuple):
         return type(value)(moved(one, args, options) for one in value)
-    if isinstance(value, Ragged):
-        return value.map_arrays(lambda array: moved(array, args, options))
     return value
 
 
@@ -96,15 +92,3 @@ def texts(column: Any) -> Any:
     if type(column) is dict:
         return {name: texts(one) for name, one in column.items()}
     return column.tolist() if type(column) is Ragged and column.kind == "str" else column
-
-
-def jagged(column: Any) -> Any:
-    """Return a `Ragged` of numbers as a nested tensor (``torch.jagged``), shape (rows, *, …), sharing its values.
-
-    Anything else (text, lists of lists, lists whose elements may be null) is returned as it is.
-    """
-    if not isinstance(column, Ragged) or column.kind != "list" or column.masks:
-        return column
-    if not isinstance(column.values, torch.Tensor):
-        return column
-    return torch.nested.nested_tensor_from_jagged(column.values, column.offsets)

@@ -1,7 +1,7 @@
 """This module defines `LakeDataset`, a torch IterableDataset over a table.
 
 Iterated in the main process, or by a `lakeckpt.LakeLoader`, the dataset keeps one reader state for the whole job. In
-the workers of somebody else's DataLoader it reads the part that is theirs (`lakeckpt.data.foreign.workers`). It starts
+the workers of another DataLoader it reads the part that is theirs (`lakeckpt.data.foreign.workers`). It starts
 no threads itself: the source does, for each iteration.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -21,9 +20,10 @@ from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.foreign.frameworks import check_dealers
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
-from lakeckpt.data.options import ReadOptions, chosen_columns, flag, one_of, optional, positive, whole
+from lakeckpt.data.options import ReadOptions, flag, one_of, optional, positive, whole
+from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.place.versions import Pinning, Versions, check_moves
+from lakeckpt.data.place.versions import Versions, check_moves
 from lakeckpt.data.source import BatchSource, Output, gives
 from lakeckpt.data.topology import check_topology, resolve_topology
 from lakeckpt.data.transform import CarriedRows, Transform, bind_transform
@@ -32,6 +32,7 @@ from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.row_filter import Filters, RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
+from lakeckpt.reading.windows.decode import select_columns
 
 __all__ = ["LakeDataset"]
 
@@ -95,14 +96,14 @@ class LakeDataset(IterableDataset[Any]):
         super().__init__()
         batch_size, shuffle_window = optional("batch_size", batch_size), positive("shuffle_window", shuffle_window)
         one_of("output", output, ("torch", "numpy", "arrow"))
-        self.options = _checked(options, output)
+        self.options = _checked(options)
         if not isinstance(table, Table):
             table = open_table(table, storage_options=storage_options, filesystem=filesystem)
         elif storage_options is not None or filesystem is not None:
             raise ConfigError("storage_options= and filesystem= go to open_table, and this table is open already")
         check_moves(table, self.options, endless=endless)
         self.batch_size = batch_size
-        self.columns = chosen_columns(table.schema, columns)
+        self.columns = None if columns is None else select_columns(table.schema, columns).names
         self.row_wise = batch_size is None
         self.output: Output = output
         self.has_transform = transform is not None
@@ -117,41 +118,31 @@ class LakeDataset(IterableDataset[Any]):
         if flag("endless", endless) and not table.num_rows:
             raise ConfigError("endless=True needs a table with at least one row, and this one has none")
         kind: Tail = "drop" if flag("drop_last", drop_last) else "short"
-        pinning = Pinning(
+        pinned = Pinned(
+            table=table,
             columns=self.columns,
             nulls=None if output == "arrow" else self.options.nulls,
             filters=filters,
-            counting=self.options.progress,
             spec=spec,
             tail=kind,
             endless=endless,
         )
-        pinned = pinning.pin(table)
         self._source = BatchSource(
-            table,
-            columns=self.columns,
-            spec=spec,
+            pinned,
             output=output,
             options=self.options,
             transform=bind_transform(transform),
             row_wise=self.row_wise,
-            selecting=pinned.selecting,
         )
         self._progress = Progress(
-            pinned.identity,
+            pinned,
             batch_size=batch_size or 1,
             num_lanes=self.options.num_lanes,
             row_wise=self.row_wise,
             accept_changes=self.options.accept_changes,
             moves=self.options.on_new_version == "next_epoch",
         )
-        self._versions = Versions(
-            pinning,
-            pinned,
-            self._source,
-            self._progress,
-            self.options,
-        )
+        self._versions = Versions(pinned, self._source, self._progress, self.options)
         self._shared = SharedEpoch()
         self._carried = CarriedRows(looks=self.has_transform and not self.row_wise)
         self._turns = WorkerTurns(self._source, self._progress, self._carried, row_wise=self.row_wise)
@@ -166,7 +157,6 @@ class LakeDataset(IterableDataset[Any]):
             if self._dp_group is not None:
                 state["_explicit_rank"] = self.topology
         state["_dp_group"] = None
-        state["options"] = replace(self.options, progress=None)  # other processes could not call it
         return state
 
     @property
@@ -188,15 +178,15 @@ class LakeDataset(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch at hand; where worker processes of somebody else's DataLoader read, the epoch that they read."""
+        """The epoch at hand; where worker processes of another DataLoader read, the epoch that they read."""
         read = self._shared.epoch if self._shared.has_begun else None
         return self._progress.epoch if read is None else read
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle.
 
-        Where worker processes of somebody else's DataLoader read, each of their iterations is of the epoch that was set
-        last: call it before each.
+        Where worker processes of another DataLoader read, each of their iterations is of the epoch that was set last:
+        call it before each.
         """
         epoch = whole("epoch", epoch)
         if epoch != self._progress.epoch or self._shared.has_begun:
@@ -228,6 +218,12 @@ class LakeDataset(IterableDataset[Any]):
     def _move(self) -> None:
         """Go on with the newest version where an epoch begins (``on_new_version="next_epoch"``); collective."""
         self._versions.move(explicit=self._explicit_rank, dp_group=self._dp_group)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(
+            f"a LakeDataset has no item {index!r}: its rows come in the order of an epoch. Iterate it, or read it with "
+            "lakeckpt.LakeLoader(dataset), which gives one batch after another and can be resumed"
+        )
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -268,7 +264,7 @@ class LakeDataset(IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the reader state of all that was yielded (plain types).
 
-        In a worker of somebody else's DataLoader (torchdata's StatefulDataLoader asks there) it is that worker's part.
+        In a worker of another DataLoader (torchdata's StatefulDataLoader asks there) it is that worker's part.
         Raises StateUnavailable in the main process where workers have read ahead: what the loop received is not known
         there. Use `lakeckpt.LakeLoader`, or torchdata's StatefulDataLoader.
         """
@@ -328,11 +324,9 @@ class LakeDataset(IterableDataset[Any]):
         return plan.steps - (self.row_wise and last >= 0 and not plan.assignment(last, rank).receipt.rows)
 
 
-def _checked(options: ReadOptions | None, output: str) -> ReadOptions:
+def _checked(options: ReadOptions | None) -> ReadOptions:
     if options is None:
         return ReadOptions()
     if not isinstance(options, ReadOptions):
         raise ConfigError(f"options= takes a lakeckpt.ReadOptions, got {type(options).__name__}")
-    if options.jagged and output != "torch":
-        raise ConfigError(f'jagged=True gives nested tensors and needs output="torch", got output={output!r}')
     return options

@@ -35,8 +35,6 @@ from lakeckpt.data.workers.pool import Workers
 from lakeckpt.data.workers.reader import Beginning
 from lakeckpt.errors import ConfigError, StateUnavailable
 from lakeckpt.lake.table.table import Table
-from lakeckpt.reading.filters.row_filter import RowFilter
-from lakeckpt.reading.filters.selection import RowSelection
 
 __all__ = ["LakeLoader"]
 
@@ -73,7 +71,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         receipt_column: a name under which each batch (a dict) also holds an ``int`` that names it. It survives what
             rebuilds the dict or moves its tensors: give it to ``manager.step`` where the receipt is lost. None: no
             batch holds one. Needs a ``batch_size``.
-        generator: draws the base seed of the workers, as torch does (it never changes the order of rows). None: one of
+        generator: draws the base seed of worker processes (it never changes the order of rows). None: a generator of
             the loader's own, seeded by the dataset's seed and the place at hand, so that neither iterating nor resuming
             draws from torch's global stream.
 
@@ -111,8 +109,6 @@ class LakeLoader(Prepared, DataLoader[Any]):
         if not isinstance(dataset, LakeDataset):
             raise ConfigError(f"LakeLoader reads a lakeckpt.LakeDataset, got {type(dataset).__name__}")
         num_workers = whole("num_workers", num_workers)
-        if num_workers < 0:
-            raise ConfigError(f"num_workers must be an integer of at least 0, got {num_workers!r}")
         options: dict[str, Any] = {
             "num_workers": num_workers,
             "pin_memory": pin_memory,
@@ -159,16 +155,6 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def table(self) -> Table:
         """The table that is read."""
         return self.dataset.table
-
-    @property
-    def row_filter(self) -> RowFilter | None:
-        """The dataset's filter; None: every row is read."""
-        return self.dataset.row_filter
-
-    @property
-    def selection(self) -> RowSelection | None:
-        """See `LakeDataset.selection`."""
-        return self.dataset.selection
 
     @property
     def identity(self) -> Identity:
@@ -274,8 +260,6 @@ class LakeLoader(Prepared, DataLoader[Any]):
         if self.num_workers:
             beginning = Beginning(state=self._progress.state, rank=rank)
             return self._started().read(assignments, beginning)
-        if self._own_generator is None:  # as torch does it, also where there are no workers to seed
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         found: Iterator[tuple[Receipt, Any]] = Ahead(self.dataset._source, assignments)
         if self.pin_memory and torch.accelerator.is_available():
             return ((receipt, pinned(batch)) for receipt, batch in found)
@@ -312,7 +296,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             iteration, found = progress.begin_iteration(), self._begun()[1]
         # Checked before anything is taken: with persistent workers a newer iterator goes on with them.
         progress.check(iteration)
-        step, process = progress.state.step, os.getpid()
+        step = progress.state.step
         found = found if stage is None else stage(found)
         while (pulled := next(found, None)) is not None:
             receipt, batch = pulled
@@ -324,11 +308,6 @@ class LakeLoader(Prepared, DataLoader[Any]):
                 yield item
             step = receipt.step + 1
             progress.check(iteration)
-            if self.num_workers and os.getpid() != process:
-                raise StateUnavailable(
-                    f"this iterator's worker processes answer to process {process}, of which this one is a fork: "
-                    "iterate the loader itself here, iter(loader)"
-                )
         progress.end(step)
 
     def _numbered(self, item: Any, receipt: Receipt) -> Any:

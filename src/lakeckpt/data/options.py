@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import pyarrow as pa
-
 from lakeckpt.core.state import MAX_LANES
-from lakeckpt.errors import ConfigError, SchemaError
+from lakeckpt.errors import ConfigError
 
 __all__ = [
     "OVERRIDABLE",
     "ReadOptions",
     "check_lanes",
-    "chosen_columns",
     "flag",
     "one_of",
     "optional",
@@ -55,8 +52,6 @@ class ReadOptions:
     nulls: Literal["error", "mask"] = "error"
     """``"error"`` raises `NullValueError` on a null; ``"mask"`` puts a bool column ``<name>.is_null`` beside every
     nullable column. A null is never a silent zero."""
-    jagged: bool = False
-    """Give lists of numbers as jagged nested tensors (``output="torch"`` only)."""
     accept_changes: Collection[str] = ()
     """Differences between a loaded state and this dataset to accept: ``"table"`` (another listing of equally many
     rows), ``"selection"``, ``"tail"`` (another ``drop_last``)."""
@@ -66,8 +61,6 @@ class ReadOptions:
     on_version_gone: Literal["raise", "next_epoch"] = "raise"
     """The way to restore in the middle of an epoch whose version is gone or was written again: ``"raise"``, or
     ``"next_epoch"``: drop the rest of it (`lakeckpt audit` says so) and begin the next one."""
-    progress: Callable[[int, int], None] | None = None
-    """Called as ``progress(row groups done, row groups)`` while the rows that a filter keeps are counted."""
     memory_limit_bytes: int | None = None
     """What windows read ahead may take together with open ones, in each process, and what loader workers have in
     flight. None: a quarter of the memory that the machine or the container has, shared by the ranks and the workers of
@@ -80,11 +73,8 @@ class ReadOptions:
             object.__setattr__(self, name, optional(name, getattr(self, name)))
         one_of("text", self.text, ("str", "ragged"))
         one_of("nulls", self.nulls, ("error", "mask"))
-        flag("jagged", self.jagged)
         one_of("on_new_version", self.on_new_version, ("keep", "next_epoch"))
         one_of("on_version_gone", self.on_version_gone, ("raise", "next_epoch"))
-        if self.progress is not None and not callable(self.progress):
-            raise ConfigError(f"progress must be callable, got {self.progress!r}")
         object.__setattr__(self, "accept_changes", _accepted(self.accept_changes))
 
     def __repr__(self) -> str:
@@ -150,21 +140,3 @@ def check_lanes(num_lanes: int) -> None:
     """Refuse so many lanes that planning would take too long."""
     if num_lanes > MAX_LANES:
         raise ConfigError(f"an epoch has at most {MAX_LANES} lanes, got {num_lanes}: give a smaller num_lanes=")
-
-
-def chosen_columns(schema: pa.Schema, columns: Sequence[str] | None) -> list[str] | None:
-    """Columns by name, each once, of ``schema``; None: all. `ConfigError`, `SchemaError`."""
-    if columns is None:
-        return None
-    named = isinstance(columns, Iterable) and not isinstance(columns, (str, bytes, Set))  # a set has no order
-    if not named or not all(isinstance(name, str) for name in columns):
-        raise ConfigError(f"columns must be a list of names, got {columns!r}")
-    names = list(columns)
-    if not names:
-        raise ConfigError("columns must name at least one column, got none")
-    if len(set(names)) != len(names):
-        raise ConfigError(f"columns are named twice: {sorted({name for name in names if names.count(name) > 1})}")
-    missing = [name for name in names if name not in schema.names]
-    if missing:
-        raise SchemaError(f"the table has no column {', '.join(map(repr, missing))}; it has {schema.names}")
-    return names

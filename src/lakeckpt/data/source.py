@@ -15,23 +15,20 @@ import pyarrow as pa
 import torch
 from torch.utils.data import get_worker_info
 
-from lakeckpt.core.order import EpochLayout, OrderSpec
+from lakeckpt.core.order import EpochLayout
 from lakeckpt.core.plan import Assignment, LayoutKey
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.data.batch import Batch, jagged, texts
+from lakeckpt.data.batch import Batch, texts
 from lakeckpt.data.memory import limit_of
 from lakeckpt.data.options import ReadOptions
-from lakeckpt.data.place.selecting import Selecting
+from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.transform import TransformContext
-from lakeckpt.errors import NullValueError
 from lakeckpt.lake.storage.local import LocalStorage
-from lakeckpt.lake.table.index import TableIndex
-from lakeckpt.lake.table.table import Table
-from lakeckpt.reading.columns.convert import Nulls, convert
+from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.ragged import Ragged
 from lakeckpt.reading.filters.decoder import FilteredDecoder
 from lakeckpt.reading.windows.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder, select_columns
-from lakeckpt.reading.windows.positions import Announced, NullFound, PositionReader
+from lakeckpt.reading.windows.positions import Announced, PositionReader
 from lakeckpt.reading.windows.threads import usual_threads
 
 __all__ = ["BatchSource", "Output", "gives", "row_of"]
@@ -41,33 +38,26 @@ _LAYOUTS_KEPT = 4
 
 
 class BatchSource:
-    """Makes what the loop gets of the rows of assignments of one table. Not safe for use by several threads.
-
-    ``selecting``: where positions count the rows that a filter keeps.
-    """
+    """Makes what the loop gets of the rows of assignments of one table. Not safe for use by several threads."""
 
     def __init__(
         self,
-        table: Table,
+        pinned: Pinned,
         *,
-        columns: list[str] | None,
-        spec: OrderSpec,
         output: Output,
         options: ReadOptions,
         transform: Callable[[Any, TransformContext], Any] | None,
         row_wise: bool,
-        selecting: Selecting | None = None,
     ) -> None:
-        self._spec = spec
+        self._spec = pinned.spec
         self._output = output
         self._nulls: Nulls = options.nulls
-        self._jagged = options.jagged
         self._gives_texts = options.text == "str" and output != "arrow"
         self._transform = transform
         self._row_wise = row_wise
         self.memory_limit_bytes = options.memory_limit_bytes
         self._iteration: weakref.ref[Any] | None = None
-        self.pin(table, columns, selecting)
+        self.pin(pinned)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -86,10 +76,10 @@ class BatchSource:
             before.close()
         self._iteration = weakref.ref(iteration)
 
-    def pin(self, table: Table, columns: list[str] | None, selecting: Selecting | None) -> None:
+    def pin(self, pinned: Pinned) -> None:
         """Read this version of the table from now on."""
-        self._table, self._columns, self._selecting = table, columns, selecting
-        schema = select_columns(table.schema, columns) if self._gives_texts else ()
+        self._table, self._columns, self._selecting = pinned.table, pinned.columns, pinned.selecting
+        schema = select_columns(self._table.schema, self._columns) if self._gives_texts else ()
         self._texts = [field.name for field in schema if _holds_text(field.type)]
         self._layouts: dict[LayoutKey, EpochLayout] = {}
         self._recent: Any = None, None
@@ -117,17 +107,11 @@ class BatchSource:
 
     def take(self, reader: PositionReader, announced: Announced, receipt: Receipt) -> Any:
         """Return what the loop gets for the rows that were announced to ``reader``: a batch, or a row."""
-        try:
-            rows = reader.take(announced)
-        except NullFound as found:
-            assert self._output != "arrow"
-            raise _placed(found, receipt, index=self._table.index, nulls=self._nulls) from found.error
+        rows = reader.take(announced)
         if self._output == "arrow":
             return self._finished(rows, receipt)
         for name in self._texts:
             rows[name] = texts(rows[name])
-        if self._jagged:
-            rows = {name: jagged(column) for name, column in rows.items()}
         return self._finished(Batch(rows, receipt), receipt)
 
     def _finished(self, batch: Any, receipt: Receipt) -> Any:
@@ -175,10 +159,11 @@ class BatchSource:
         elif limit is not None:
             ahead = min(ahead, limit // 4)
             limit -= ahead
-        if self._selecting is None:
+        kept = self._selecting
+        if kept is None:
             decoder = RowGroupDecoder(self._table, self._columns, ahead_bytes=ahead)
         else:
-            decoder = FilteredDecoder(self._table, self._columns, self._selecting.kept, ahead_bytes=ahead)
+            decoder = FilteredDecoder(self._table, self._columns, kept.filter, kept.get(), ahead_bytes=ahead)
         return PositionReader(
             decoder,
             self._spec,
@@ -204,28 +189,6 @@ def _holds_text(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return any(_holds_text(kind.field(number).type) for number in range(kind.num_fields))
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _placed(found: NullFound, receipt: Receipt, *, index: TableIndex, nulls: Nulls) -> NullValueError:
-    """Return the error of ``found`` with the file and the row group of the first null; its rows are at hand."""
-    low, high = 0, found.table.num_rows  # the first ``low`` rows have no null, the first ``high`` have
-    while high - low > 1:
-        middle = (low + high) // 2
-        try:
-            convert(found.table.slice(low, middle - low), nulls=nulls)
-            low = middle
-        except NullValueError:
-            high = middle
-    groups, _ = found.layout.locate(found.positions[low : low + 1])
-    file, row_group = index.group(int(groups[0]))
-    path = index.paths[file]
-    return NullValueError(
-        f"{found.error} (the first one of micro-batch {receipt.micro_batch}, epoch {receipt.epoch}: row group "
-        f"{row_group} of the data file {path!r})",
-        file=path,
-        row_group=row_group,
-        column=found.error.column,
-    )
 
 
 def _threads() -> int:

@@ -26,7 +26,7 @@ class Frontier(NamedTuple):
 
 
 def frontier_after(receipt: Receipt) -> Frontier:
-    """The frontier when all up to ``receipt`` has been consumed."""
+    """Return the frontier when all up to ``receipt`` has been consumed."""
     return Frontier(receipt.epoch, receipt.step + 1)
 
 
@@ -44,8 +44,20 @@ class Run:
         if self.first < 1 or self.count < 1 or min(self.start) < 0:
             raise ValueError(f"not a run of optimizer steps: {self.first} × {self.count} from {tuple(self.start)}")
 
+    @property
+    def last(self) -> int:
+        """The last optimizer step of the run."""
+        return self.first + self.count - 1
+
+    def part(self, first: int, last: int) -> Run | None:
+        """Return the part of the run from optimizer step ``first`` to ``last``; None if there is none."""
+        first, last = max(first, self.first), min(last, self.last)
+        if first > last:
+            return None
+        return Run(first=first, count=last - first + 1, start=self.at(first - self.first), stride=self.stride)
+
     def at(self, index: int) -> Frontier:
-        """The frontier after the ``index``-th step of the run, from 0."""
+        """Return the frontier after the ``index``-th step of the run, from 0."""
         epoch, step = self.start
         return Frontier(epoch, step + index * self.stride)
 
@@ -85,43 +97,30 @@ class StepRecord:
 
 
 class StepRecorder:
-    """Notes a frontier per optimizer step; made anew at each restore, cut back at each commit."""
+    """Notes a frontier for each optimizer step. It is made at each restore, and cut back at each commit."""
 
     __slots__ = ("_runs",)
 
     def __init__(self) -> None:
-        self._runs: list[list[int]] = []
+        self._runs: list[Run] = []
 
     def note(self, step: int, frontier: Frontier) -> None:
         """Note that after optimizer step ``step`` the reader was consumed up to ``frontier``. Constant time."""
-        if self._runs:
-            run = self._runs[-1]
-            first, count, epoch, start, stride = run
-            if step == first + count and frontier.epoch == epoch:
-                moved = frontier.step - start
-                if count == 1:
-                    run[1], run[4] = 2, moved
-                    return
-                if moved == count * stride:
-                    run[1] = count + 1
-                    return
-        self._runs.append([step, 1, *frontier, 0])
+        last = self._runs[-1] if self._runs else None
+        if last is not None and step == last.first + last.count and frontier.epoch == last.start.epoch:
+            moved = frontier.step - last.start.step
+            stride = moved if last.count == 1 else last.stride
+            if moved == last.count * stride:
+                self._runs[-1] = Run(first=last.first, count=last.count + 1, start=last.start, stride=stride)
+                return
+        self._runs.append(Run(first=step, count=1, start=frontier, stride=0))
 
     def forget(self, up_to: int) -> None:
         """Forget the steps up to and including ``up_to``: a commit has recorded them."""
-        kept = []
-        for first, count, epoch, start, stride in self._runs:
-            skip = min(max(up_to + 1 - first, 0), count)
-            if skip < count:
-                kept.append([first + skip, count - skip, epoch, start + skip * stride, stride])
-        self._runs = kept
+        parts = (run.part(up_to + 1, run.last) for run in self._runs)
+        self._runs = [part for part in parts if part is not None]
 
     def record(self, up_to: int) -> StepRecord:
-        """The record of the noted steps up to and including ``up_to``."""
-        whole = StepRecord.from_plain(self._runs)
-        runs = []
-        for run in whole.runs:
-            count = min(run.count, up_to + 1 - run.first)
-            if count > 0:
-                runs.append(Run(first=run.first, count=count, start=run.start, stride=run.stride))
-        return StepRecord(runs=tuple(runs))
+        """Return the record of the noted steps up to and including ``up_to``."""
+        parts = (run.part(run.first, up_to) for run in self._runs)
+        return StepRecord(runs=tuple(part for part in parts if part is not None))

@@ -31,7 +31,7 @@ DIGEST = bytes(range(16))
 SIZE = 256
 SPEC = TensorSpec(key="m/w", dtype="uint8", shape=(SIZE,))
 OWN = TensorSpec(key="m/own", dtype="uint8", shape=(SIZE,))
-SETTINGS = Settings(keep=Keep(last=3), verify="bytes", timeout_s=20.0)
+SETTINGS = Settings(keep=Keep(last=3), timeout_s=20.0)
 
 
 def content(step: int, rank: int | None = None) -> bytes:

@@ -48,7 +48,7 @@ class Node:
             uri=self.storage.name,
             storage_options={},
             attempt=Attempt(run=RUN, number=attempt, last=attempt, parent=None, seed=1),
-            settings=Settings(keep=Keep(last=3), verify="sizes", timeout_s=float(PATIENCE_S)),
+            settings=Settings(keep=Keep(last=3), timeout_s=float(PATIENCE_S)),
             digest=DIGEST,
             rank=rank,
             world_size=world_size,

@@ -81,7 +81,7 @@ def test_captures_of_a_manager_move_while_the_rank_is_idle(tmp_path: Path) -> No
             train_step(objects)
             saver.step()
             with bubbles.idle("the test"):
-                saver._background._engine._idle()  # type: ignore[union-attr]
+                saver._saves._engine._idle()  # type: ignore[union-attr]
         train_step(objects)
         saver.step()
         train_step(objects)  # nothing is idle: all moves at the fence

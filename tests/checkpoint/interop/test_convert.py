@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.interop.safetensors_files import write_safetensors
 from lakeckpt.cli.main import main
 from lakeckpt.convert import convert_checkpoint, read_state
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, UnsupportedValue
-from lakeckpt.lake.storage.object_store import ObjectStorage
 from lakeckpt.lake.storage.open import open_storage
 from tests.checkpoint.interop.test_run_reader import Odd, same, trained
 from tests.checkpoint.rig import Counter, Reader, training
@@ -82,29 +82,6 @@ def test_a_run_becomes_safetensors(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "st2").exists()
 
 
-def test_a_run_becomes_a_folder_of_dcp(tmp_path: Path) -> None:
-    objects = saved_run(tmp_path / "run")
-    assert main(["convert", f"{tmp_path}/run", f"{tmp_path}/dcp", "--to", "dcp", "--step", "1", "--rank", "0"]) == 0
-    fresh = {"model": training(seed=5)["model"].state_dict(), "odd": {"values": {"number": 0.0}}}
-    dcp.load(fresh, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert same(dict(fresh["model"]), dict(objects["model"].state_dict())) and fresh["odd"]["values"]["number"] == 2.5
-    found = read_state(tmp_path / "dcp")
-    optimizer = training(seed=6)["optimizer"]
-    optimizer.load_state_dict(found["optimizer"])
-    assert same(optimizer.state_dict(), objects["optimizer"].state_dict())
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ObjectStorage, "list", lambda *_: [])
-        with pytest.raises(ConfigError, match="torch writes into local folders"):
-            convert_checkpoint(tmp_path / "run", "s3://bucket/out", to="dcp", item="model")
-
-
-def test_an_optimizer_without_a_state_comes_back_from_a_folder_of_dcp(tmp_path: Path) -> None:
-    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.5)
-    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
-    found = read_state(tmp_path)["optimizer"]
-    assert found["state"] == {} and same(found["param_groups"], optimizer.state_dict()["param_groups"])
-
-
 def test_a_run_becomes_a_file_that_torch_loads_without_running_code(tmp_path: Path) -> None:
     objects = saved_run(tmp_path / "run")
     assert main(["convert", f"{tmp_path}/run", f"{tmp_path}/new/all.pt", "--to", "torch"]) == 0
@@ -121,6 +98,32 @@ def test_a_run_becomes_a_file_that_torch_loads_without_running_code(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"is called \*\.pt, "):
         convert_checkpoint(tmp_path / "run", tmp_path / "model.weights", to="torch")
     assert (tmp_path / "model.ckpt").read_bytes() == before
+
+
+def test_a_folder_of_dcp_is_refused_with_the_tool_of_torch_that_makes_a_file_of_it(tmp_path: Path) -> None:
+    state = {"model": dict(training()["model"].state_dict()), "epoch": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(ConfigError, match=r"is a folder of DCP.*format_utils dcp_to_torch FOLDER"):
+        read_state(tmp_path / "dcp")
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "state.pt")
+    assert same(read_state(tmp_path / "state.pt"), state)
+
+
+def test_a_run_becomes_a_folder_of_dcp_by_the_tool_of_torch(tmp_path: Path) -> None:
+    objects = saved_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match="format_utils torch_to_dcp"):
+        convert_checkpoint(tmp_path / "run", tmp_path / "dcp", to="dcp")  # type: ignore[arg-type]
+    convert_checkpoint(tmp_path / "run", tmp_path / "run.pt", to="torch", step=1, rank=0)
+    torch_save_to_dcp(tmp_path / "run.pt", tmp_path / "dcp")
+    fresh = {"model": training(seed=5)["model"].state_dict()}
+    dcp.load(fresh, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert same(dict(fresh["model"]), dict(objects["model"].state_dict()))
+
+
+def test_a_file_of_torch_is_written_to_a_local_disk(tmp_path: Path) -> None:
+    saved_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match="torch writes local files"):
+        convert_checkpoint(tmp_path / "run", "s3://bucket/out.pt", to="torch", item="model")
 
 
 def test_what_torch_would_not_load_is_not_left_behind(tmp_path: Path) -> None:
@@ -194,21 +197,10 @@ def test_a_folder_without_a_checkpoint_is_refused_with_what_lies_in_it(tmp_path:
     saved_run(tmp_path / "jobs" / "run")
     with pytest.raises(CheckpointNotFound, match="a run in run: name that folder"):
         read_state(tmp_path / "jobs")
-    dcp.save({"a": torch.ones(1)}, checkpoint_id=tmp_path / "more" / "step-7", no_dist=True)
-    with pytest.raises(CheckpointNotFound, match="a checkpoint in step-7: name that folder"):
-        read_state(tmp_path / "more")
     (tmp_path / "hub").mkdir()
     torch.save({}, tmp_path / "hub" / "a.bin")
     with pytest.raises(CheckpointNotFound, match=r"but a\.bin: name that file"):
         read_state(tmp_path / "hub")
-
-
-def test_a_damaged_folder_of_dcp_is_refused(tmp_path: Path) -> None:
-    dcp.save({"a": torch.ones(100)}, checkpoint_id=tmp_path, no_dist=True)
-    whole = (tmp_path / ".metadata").read_bytes()
-    (tmp_path / ".metadata").write_bytes(whole[:50])
-    with pytest.raises(CheckpointDamaged, match="torch cannot read the checkpoint in"):
-        read_state(tmp_path)
 
 
 PARTS: dict[Any, Any] = {

@@ -235,7 +235,7 @@ def test_what_ranks_had_together_is_read_as_one_and_what_they_disagree_on_by_ran
             f"layers.{rank}", "shared", "statistics", "number", "same"
         }  # fmt: skip
     with pytest.raises(CheckpointMismatch, match="choose the rank"):
-        convert_checkpoint(run, tmp_path / "out", to="dcp")
+        convert_checkpoint(run, tmp_path / "out.pt", to="torch")
 
 
 def test_ranks_that_chose_different_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -164,8 +164,8 @@ class Trainer:
                 self._committed(manager.step())
                 points.meet("after a cut")
                 if manager.steps_done % 2:
-                    assert manager._background is not None
-                    manager._background._engine.wait()  # of other cuts, captures are under way when the next one comes
+                    assert manager._saves is not None
+                    manager._saves._engine.wait()  # of other cuts, captures are under way when the next one comes
                 if manager.steps_done == 4 and self.waits:
                     self.asks.send(WAITS)
                     self._committed(manager.wait())

@@ -52,7 +52,7 @@ def filtered(table: Table, expression: pc.Expression, *, ranks: int = 2) -> Coun
 
 def decoded(table: Table, expression: pc.Expression) -> int:
     """How many row groups neither partition values nor statistics settle."""
-    return count_rows(table, row_filter(expression, table.schema))[1].decoded
+    return count_rows(table, row_filter(expression, table.schema))[1]
 
 
 # --- plain Parquet

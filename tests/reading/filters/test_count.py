@@ -19,7 +19,7 @@ from lakeckpt import Table, open_table
 from lakeckpt.errors import DataFileChanged, DataFileDamaged
 from lakeckpt.lake.storage.base import ObjectInfo, Storage
 from lakeckpt.reading.filters.count import count_rows, units_of
-from lakeckpt.reading.filters.decoder import FilteredDecoder, KeptRows
+from lakeckpt.reading.filters.decoder import FilteredDecoder
 from lakeckpt.reading.filters.row_filter import row_filter
 from lakeckpt.reading.filters.selection import EVERY, NONE
 from tests.reading.filters.filtering import expressions, kept_by_pyarrow, tables, with_deletes
@@ -81,11 +81,11 @@ def test_counts_and_rows_are_those_of_pyarrows_filter_without_deleted_rows(
     pq.write_table(whole, folder / "a.parquet", row_group_size=group_rows, write_statistics=statistics)
     table = with_deletes(open_table(folder), {0: sorted(deleted)})
     keep = row_filter(expression, table.schema)
-    selection, counted = count_rows(table, keep)
+    selection, decoded = count_rows(table, keep)
     wanted = kept_by_hand(table, whole, expression, deleted)
     assert selection.group_rows.tolist() == [len(one) for one in wanted]
-    assert counted.decoded <= len(wanted)
-    decoder = FilteredDecoder(table, ["id"], KeptRows(filter=keep, counts=selection))
+    assert decoded <= len(wanted)
+    decoder = FilteredDecoder(table, ["id"], keep, selection)
     found = [decoder.decode(group, 0, len(one)) for group, one in enumerate(wanted)]
     decoder.close()
     assert [one["id"].to_pylist() for one in found] == wanted
@@ -127,9 +127,9 @@ def test_row_groups_are_spared_by_partitions_then_by_statistics(
     """Row groups of which no row stays, every row, and that were decoded; and files whose footers were read."""
     table, meter = metered(open_table(lake))
     keep = row_filter(expression, table.schema)
-    selection, counted = count_rows(table, keep)
+    selection, decoded = count_rows(table, keep)
     none, every = (selection.group_digests == NONE).sum(), (selection.group_digests == EVERY).sum()
-    assert (none, every, counted.decoded) == facts
+    assert (none, every, decoded) == facts
     assert len({path for path, _, _ in meter.reads}) == files
     whole = pq.read_table(lake).cast(table.schema)
     assert selection.num_rows == whole.filter(expression).num_rows
@@ -138,8 +138,8 @@ def test_row_groups_are_spared_by_partitions_then_by_statistics(
 def test_only_the_filters_columns_are_read_and_each_footer_once(lake: Path) -> None:
     table, meter = metered(open_table(lake))
     keep = row_filter((f("x") < 500) & (f("year") != 2024), table.schema)
-    _, counted = count_rows(table, keep)
-    assert counted.decoded == 12
+    _, decoded = count_rows(table, keep)
+    assert decoded == 12
     sizes = dict(zip(table.index.paths, table.index.size_bytes.tolist(), strict=True))
     footers = [path for path, _, stop in meter.reads if stop == sizes[path]]
     assert sorted(footers) == sorted(path for path in sizes if "2024" not in path), "one read of the end of each file"
@@ -156,7 +156,7 @@ def test_filtered_reading_reads_the_filters_columns_only_where_it_must_choose(la
     keep = row_filter(f("n") < 150, table.schema)
     selection, _ = count_rows(table, keep)
     assert selection.group_rows.tolist() == [100, 50, *[0] * 16]
-    decoder = FilteredDecoder(table, ["x"], KeptRows(filter=keep, counts=selection))
+    decoder = FilteredDecoder(table, ["x"], keep, selection)
     meter.reads.clear()
     assert decoder.decode(2, 0, 0).num_rows == 0 and not meter.reads
     whole = decoder.decode(0, 0, 100)
@@ -168,13 +168,6 @@ def test_filtered_reading_reads_the_filters_columns_only_where_it_must_choose(la
     with pytest.raises(ValueError, match="keeps 50 rows"):
         decoder.decode(1, 0, 51)
     decoder.close()
-
-
-def test_progress_tells_row_groups(lake: Path) -> None:
-    said: list[tuple[int, int]] = []
-    table = open_table(lake)
-    count_rows(table, row_filter(f("x") < 5, table.schema), progress=lambda done, total: said.append((done, total)))
-    assert said[-1] == (18, 18) and [done for done, _ in said] == sorted(done for done, _ in said)
 
 
 def test_units_cover_each_file_in_order(tmp_path: Path) -> None:
@@ -192,18 +185,18 @@ def test_each_unit_of_a_long_file_has_the_statistics_of_its_own_row_groups(tmp_p
     pq.write_table(pa.table({"a": range(400)}), tmp_path / "a.parquet", row_group_size=10)
     pq.write_table(pa.table({"a": range(200, 600)}), tmp_path / "b.parquet", row_group_size=10)
     table = open_table(tmp_path)
-    selection, counted = count_rows(table, row_filter((f("a") >= 195) & (f("a") < 395), table.schema))
+    selection, decoded = count_rows(table, row_filter((f("a") >= 195) & (f("a") < 395), table.schema))
     assert selection.group_rows.tolist() == [*[0] * 19, 5, *[10] * 19, 5, *[10] * 19, 5, *[0] * 20]
-    assert counted.decoded == 3
+    assert decoded == 3
 
 
 def test_columns_that_a_file_lacks_are_null(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"a": [3], "b": [4]}), tmp_path / "b.parquet")
     table = open_table(tmp_path)
-    for expression, rows, decoded in ((f("b").is_null(), [2, 0], 0), (f("b") > 3, [0, 1], 0), (f("b") != 9, [0, 1], 0)):
-        selection, counted = count_rows(table, row_filter(expression, table.schema))
-        assert (selection.group_rows.tolist(), counted.decoded) == (rows, decoded), str(expression)
+    for expression, rows in ((f("b").is_null(), [2, 0]), (f("b") > 3, [0, 1]), (f("b") != 9, [0, 1])):
+        selection, decoded = count_rows(table, row_filter(expression, table.schema))
+        assert (selection.group_rows.tolist(), decoded) == (rows, 0), str(expression)
 
 
 def test_a_table_whose_rows_were_written_again_is_refused_and_not_counted(tmp_path: Path) -> None:
@@ -220,11 +213,11 @@ def test_rows_that_are_not_those_that_were_counted_are_refused(tmp_path: Path) -
     table = open_table(tmp_path)
     keep = row_filter(f("a") > 3, table.schema)
     selection, _ = count_rows(table, row_filter(f("a") < 6, table.schema))
-    decoder = FilteredDecoder(table, None, KeptRows(filter=keep, counts=selection))
+    decoder = FilteredDecoder(table, None, keep, selection)
     with pytest.raises(DataFileChanged, match=r"keeps 2 rows of row group 0 of 'a.parquet', which are not the 2 rows"):
         decoder.decode(0, 0, 1)
     selection, _ = count_rows(table, row_filter(f("a") > 6, table.schema))
-    decoder = FilteredDecoder(table, None, KeptRows(filter=keep, counts=selection))
+    decoder = FilteredDecoder(table, None, keep, selection)
     with pytest.raises(DataFileChanged, match=r"keeps 2 rows of row group 0 of 'a.parquet', which are not the 1 rows"):
         decoder.decode(0, 0, 1)
 
@@ -256,7 +249,7 @@ def test_a_selection_is_the_same_whether_statistics_settled_a_row_group_or_decod
             "in other parts": (f("a") >= 20) & (f("b") == 0),
         }.items()
     }
-    assert (found["by statistics"][1].decoded, found["by decoding"][1].decoded) == (0, 4)
+    assert (found["by statistics"][1], found["by decoding"][1]) == (0, 4)
     assert found["by statistics"][0] == found["by decoding"][0]
     assert found["in part"][0].group_rows.tolist() == found["in other parts"][0].group_rows.tolist()
     assert len({one.digest for one, _ in found.values()}) == 4

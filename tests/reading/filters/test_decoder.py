@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.reading.filters.count import count_rows
-from lakeckpt.reading.filters.decoder import FilteredDecoder, KeptRows
+from lakeckpt.reading.filters.decoder import FilteredDecoder
 from lakeckpt.reading.filters.row_filter import row_filter
 
 
@@ -20,6 +20,6 @@ def test_only_the_columns_asked_for_are_returned_of_whole_and_of_cut_row_groups(
     table = open_table(tmp_path)
     keep = row_filter(pc.field("x") > 3, table.schema)
     counts, _ = count_rows(table, keep)
-    decoder = FilteredDecoder(table, ["y"], KeptRows(filter=keep, counts=counts))
+    decoder = FilteredDecoder(table, ["y"], keep, counts)
     found = [decoder.decode(group, 0, int(rows)) for group, rows in enumerate(counts.group_rows)]
     assert [one.to_pydict() for one in found] == [{"y": []}, {"y": ["d"]}, {"y": ["e", "f"]}]

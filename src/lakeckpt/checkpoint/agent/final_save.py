@@ -55,8 +55,7 @@ def agree_on_final_save(
         rank=rank,
         world_size=world_size,
         waiter=waiter,
-        timeout_s=timeout_s,
-        linger_s=linger_s,
+        timeout_s=timeout_s + linger_s,
         still=still,
         pause_s=min(_PAUSE_S, timeout_s / 4),  # so that all begin to persist at about the same time
     )

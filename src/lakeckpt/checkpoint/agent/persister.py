@@ -256,7 +256,8 @@ class Persister:
                 f"nothing was saved of a run that was removed: {found}. What was captured stays in memory, in case its "
                 "storage comes back; lakeckpt doctor removes it"
             )
-        self._publisher.tip.refuse_later()
+        with contextlib.suppress(StorageError):
+            self._publisher.tip.catch_up()
 
     def _refuse_over(self, order: Order) -> None:
         """Raise where the other ranks may have no such order: their trainers died before they sent it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -75,17 +75,14 @@ class Order:
             selection.check(table=index.digest, existing=index.group_rows)
         self.group_rows: Int64Array = (index if selection is None else selection).group_rows
         self.starts: Int64Array = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.group_rows, dtype=np.int64)])
-        self._layouts: dict[tuple[OrderSpec, LayoutKey], EpochLayout] = {}
+        self._layout = lru_cache(maxsize=_LAYOUTS)(self._built)
 
     def layout(self, spec: OrderSpec, key: LayoutKey) -> EpochLayout:
         """Return the layout of an epoch."""
-        found = self._layouts.pop((spec, key), None)
-        if found is None:
-            found = EpochLayout.build(self.group_rows, spec, key.epoch, key.num_lanes, key.rotation)
-            while len(self._layouts) >= _LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
-        self._layouts[spec, key] = found
-        return found
+        return self._layout(spec, key)
+
+    def _built(self, spec: OrderSpec, key: LayoutKey) -> EpochLayout:
+        return EpochLayout.build(self.group_rows, spec, key.epoch, key.num_lanes, key.rotation)
 
     def table_rows(self, spec: OrderSpec, key: LayoutKey, positions: Intervals) -> Intervals:
         """Return the table rows that stand at ``positions``, as a set."""
@@ -163,11 +160,11 @@ def _runs(ascending: Int64Array) -> Intervals:
     return Intervals(ascending[firsts], ascending[lasts] + 1)
 
 
-def name_rows(order: Order, rows: Intervals, *, most: int) -> Sequence[GroupRows]:
-    """Return table rows by file and row group, in the order of the table; at most the first ``most`` row groups."""
+def name_rows(order: Order, rows: Intervals) -> Sequence[GroupRows]:
+    """Return table rows by file and row group, in the order of the table."""
     named: list[GroupRows] = []
     at = int(rows.starts[0]) if rows else -1
-    while rows and at >= 0 and len(named) < most:
+    while at >= 0:
         group = int(np.searchsorted(order.starts, at, side="right")) - 1
         start, stop = int(order.starts[group]), int(order.starts[group + 1])
         low, high = int(np.searchsorted(rows.stops, start, side="right")), int(np.searchsorted(rows.starts, stop))

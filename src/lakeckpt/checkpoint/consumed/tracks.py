@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
@@ -32,34 +31,8 @@ Pending = Mapping[str, tuple[PendingRecord, ...]]
 """Reader → its pending records."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AtCut:
-    """The place of a reader at a cut."""
-
-    receipt: Receipt | None
-    """The receipt up to which the reader has been consumed; None if nothing was consumed since the last commit, or
-    since the state was loaded."""
-    state: Mapping[str, Any]
-    """The reader's plain state, the same on every rank."""
-
-
 class ReaderTrack:
     """The consumption of one tracked reader since a restore."""
-
-    __slots__ = (
-        "_ahead",
-        "_at",
-        "_attempt",
-        "_basis",
-        "_before",
-        "_frontier",
-        "_last",
-        "_recorded",
-        "_recorder",
-        "delivered",
-        "name",
-        "reader",
-    )
 
     def __init__(self, name: str, reader: TrackedReader, *, attempt: int = -1) -> None:
         self.name = name
@@ -75,7 +48,7 @@ class ReaderTrack:
         self._recorded: Mapping[str, Any] = reader.state_dict()
         self._recorder = StepRecorder()
         self._frontier: Frontier | None = None
-        self._at: Receipt | None = None  # the last receipt that was consumed since the mark
+        self._at: Receipt | None = None  # the last receipt that was consumed since the mark; None: nothing was
         self.delivered = 0
         """How many batches (or rows) the reader had delivered at the last step, if it counts them."""
 
@@ -130,29 +103,27 @@ class ReaderTrack:
                 "used, of this reader"
             )
 
-    def _at_cut(self) -> _AtCut:
-        """Return the place of the reader at the last cut."""
+    def _state(self) -> Mapping[str, Any]:
+        """Return the reader's plain state at the last cut, the same on every rank."""
         # If all deliveries are consumed, the reader's own state also holds whether the loop has seen the epoch's end.
         # The effects of the script's work at that end (a scheduler's step) are in the saved objects, and the work must
         # not be done again.
         last = self.reader.last_receipt
         if self._at is None:
             is_all = last is self._last and last == self._before
-            state = self.reader.state_dict() if is_all else self._recorded
-            return _AtCut(receipt=None, state=state)
-        state = self.reader.state_dict(None if last is self._at else self._at)
-        return _AtCut(receipt=self._at, state=state)
+            return self.reader.state_dict() if is_all else self._recorded
+        return self.reader.state_dict(None if last is self._at else self._at)
 
     def pending(self, first: int, step: int) -> PendingRecord:
         """Return the record from the cut of step ``first`` to the last cut, the cut of ``step``."""
-        at = self._at_cut()
-        found = () if at.receipt is None else self.reader.stretches(at.receipt)
+        state = self._state()
+        found = () if self._at is None else self.reader.stretches(self._at)
         stretches = [(begin.to_plain(), end.to_plain(), consumption(begin, end)) for begin, end in found]
         if self._basis == "suspected" and not stretches:
             # Nothing was consumed, and the suspicion must be recorded.
-            stretches = [(dict(at.state), dict(at.state), {})]
+            stretches = [(dict(state), dict(state), {})]
         record = ReaderRecord(
-            state=at.state,
+            state=state,
             stretches=tuple(
                 Stretch(
                     begin=begin,
@@ -165,7 +136,7 @@ class ReaderTrack:
                 for begin, end, consumed in stretches
             ),
             steps=self._recorder.record(step),
-            index=self._index_of(at.state),
+            index=self._index_of(state),
         )
         return PendingRecord(first=first, step=step, record=record)
 
@@ -182,15 +153,13 @@ class ReaderTrack:
 
     def handed_over(self, step: int) -> None:
         """Record that the record up to the last cut, the cut of ``step``, was handed over: the next begins there."""
-        at = self._at_cut()
         self._recorder.forget(step)
-        if at.receipt is None:
+        if self._at is None:
             return
-        self.reader.mark(at.receipt)
+        state = self._state()
+        self.reader.mark(self._at)
         self._last = self.reader.last_receipt
-        self._before, self._recorded = at.receipt, at.state
-        if self._at == at.receipt:
-            self._at = None
+        self._before, self._recorded, self._at = self._at, state, None
 
 
 class Journal:
@@ -199,8 +168,6 @@ class Journal:
     ``recorded`` is the step of this commit, and ``pending`` are the records of the consumption from there up to
     ``step``. A tracked reader without pending records was added at ``step``, and nothing of it was consumed before.
     """
-
-    __slots__ = ("_closed", "_from", "_tracks")
 
     def __init__(
         self,

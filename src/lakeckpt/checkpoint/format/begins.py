@@ -79,7 +79,7 @@ class Restored:
     write_id: str
     host: str = ""
     pid: Count = 0
-    given_up: Mapping[str, Count] = field(default_factory=dict)
+    skipped: Mapping[str, Count] = field(default_factory=dict)
     """reader → the epoch whose rest it skips, because the table version is gone."""
     captured: Captured | None = None
     """The cut in host memory that it went on from, if that was not older than ``restored``."""

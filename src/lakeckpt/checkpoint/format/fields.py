@@ -1,23 +1,23 @@
-"""This module defines the types of fields that several documents of a checkpoint have: ranks, digests and paths.
+"""This module defines the types of fields that several documents of a checkpoint have: ranks and digests.
 
-`Ranks` are ranges of ranks, with the few functions that join and ask them. Types check themselves when a document is
-read (`lakeckpt.wire.documents`). The bytes of a document have passed their checksum, so that a wrong field means a
-document made by hand, or a defect of its writer.
+`Ranks` are ranges of ranks, with the few functions that join and ask them. `lakeckpt.wire.documents` compares types
+when a document is read. The values are trusted: the bytes of a document have passed their checksum.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, TypeVar
+from typing import TypeAlias
 
-from lakeckpt.checkpoint.format.digests import DIGEST_BYTES
 from lakeckpt.errors import WireDamaged
 
-__all__ = ["Digest", "Ranks", "confined", "fields_of", "holds", "joined", "number", "ranges", "taken"]
+__all__ = ["Digest", "Ranks", "fields_of", "holds", "joined", "ranges"]
 
-_T = TypeVar("_T")
-_KEY = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*", re.ASCII)
+
+Ranks: TypeAlias = tuple[tuple[int, int], ...]
+"""Half-open ranges of ranks, sorted and apart."""
+Digest: TypeAlias = bytes
+"""A digest of 16 bytes."""
 
 
 def fields_of(plain: object, what: str) -> Mapping[str, object]:
@@ -25,51 +25,6 @@ def fields_of(plain: object, what: str) -> Mapping[str, object]:
     if not isinstance(plain, dict):
         raise WireDamaged(f"{what} is a {type(plain).__name__}, not a mapping")
     return plain
-
-
-def taken(plain: Mapping[str, object], name: str, kind: type[_T]) -> _T:
-    """Return the field ``name``, which must have exactly the type ``kind``. `WireDamaged`."""
-    value = plain.get(name)
-    if type(value) is not kind:
-        raise WireDamaged(f"field {name!r} must be a {kind.__name__}, got {value!r:.80}")
-    return value
-
-
-def number(plain: Mapping[str, object], name: str, *, least: int = 0) -> int:
-    """Return the field ``name``, an integer of at least ``least`` and below 2^63. `WireDamaged`."""
-    value = taken(plain, name, int)
-    if not least <= value < 2**63:
-        raise WireDamaged(f"field {name!r} must be at least {least}, got {value}")
-    return value
-
-
-def confined(path: object, *, below: str) -> str:
-    """Return ``path``, which must be a plain key in the folder ``below``: not absolute, no ``..``. `WireDamaged`."""
-    good = isinstance(path, str) and _KEY.fullmatch(path) and path.startswith(below + "/")
-    if not good or ".." in str(path).split("/") or "." in str(path).split("/"):
-        raise WireDamaged(f"{path!r:.120} is not the path of an object in {below!r}")
-    return str(path)
-
-
-def _apart(found: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    last = -1
-    for start, stop in found:
-        if not last < start < stop < 2**31:
-            raise ValueError(f"ranges of ranks must be sorted and apart, got {found!r:.80}")
-        last = stop
-    return found
-
-
-def _digest(found: bytes) -> bytes:
-    if len(found) != DIGEST_BYTES:
-        raise ValueError(f"a digest has {DIGEST_BYTES} bytes, got {len(found)}")
-    return found
-
-
-Ranks = Annotated[tuple[tuple[int, int], ...], _apart]
-"""Half-open ranges of ranks, sorted and apart."""
-Digest = Annotated[bytes, _digest]
-"""A digest of 16 bytes."""
 
 
 def ranges(ranks: Iterable[int]) -> Ranks:

@@ -4,7 +4,8 @@ A part lists the units that its rank is responsible for. The rank wrote them in 
 and they are unchanged; then the part refers to the earlier files. A unit is a tensor, or the tree of an item (its state
 without the tensors, as a document), with the ranks whose state it is: one rank writes replicas that agree. A large
 tensor consists of slabs, in one file or several. Digests of slabs and tensors cover the bytes of tensors, another
-digest covers the head of each file, and the manifest has a digest of the record: no byte is uncovered.
+digest covers the head of each file, and the manifest has a digest of the record: no byte is uncovered. The classes are
+the format: `lakeckpt.wire.documents` writes and reads them by the types of their fields.
 
 The module never imports torch, and never reads or writes.
 """
@@ -12,16 +13,10 @@ The module never imports torch, and never reads or writes.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated
 
-from lakeckpt.checkpoint.format.digests import LEAF_BYTES, short_digest
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
-from lakeckpt.checkpoint.format.fields import Digest, Ranks, confined
-from lakeckpt.checkpoint.format.slabs import SLAB_BYTES, slab_specs
-from lakeckpt.errors import WireDamaged
+from lakeckpt.checkpoint.format.fields import Digest, Ranks
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
@@ -39,7 +34,6 @@ __all__ = [
     "SlabRecord",
     "TensorRecord",
     "TreeRecord",
-    "file_digest",
 ]
 
 PARTS = "parts"
@@ -89,26 +83,29 @@ class SaveId:
 class FileRecord:
     """A file of tensors."""
 
-    path: Annotated[str, partial(confined, below=OBJECTS)]
+    path: str
     size_bytes: Positive
+    head_bytes: Positive
+    """The size of the file before its tensors: length and head."""
     head_digest: Digest
-    """`short_digest` of its first bytes: length and head."""
-    digest: Digest
-    """`short_digest` of ``head_digest`` and the digests of its tensors, in the order of their bytes."""
+    """`short_digest` of the first ``head_bytes`` bytes."""
 
 
+@as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlabRecord:
     """The part of a tensor in one file: the whole tensor, or a run of its elements."""
 
     spec: TensorSpec
     """Name, dtype and shape in the file."""
-    start: int
+    start: Count
     """The offset of its first byte in the tensor."""
-    digest: bytes
+    digest: Digest
     """Of its bytes: `lakeckpt.checkpoint.format.digests.content_digest`."""
-    file: int
+    file: Count
     """The index of its file in the part."""
+    at: Count
+    """The offset of its first byte in the file."""
 
     @property
     def stop(self) -> int:
@@ -116,42 +113,17 @@ class SlabRecord:
         return self.start + self.spec.size_bytes
 
 
+@as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRecord:
     """A tensor: its spec and digest, its slabs, and the ranks whose state it is."""
 
     spec: TensorSpec
-    digest: bytes
+    digest: Digest
     """Of its bytes: `lakeckpt.checkpoint.format.digests.content_digest`."""
     slabs: tuple[SlabRecord, ...]
     """In the order of the tensor's bytes (`lakeckpt.checkpoint.format.slabs.slab_specs`)."""
     ranks: Ranks
-
-    def __post_init__(self) -> None:
-        if len(self.slabs) == 1 and self.slabs[0].digest != self.digest:
-            raise WireDamaged(f"tensor {self.spec.key!r} and the whole of it have different digests")
-
-    @classmethod
-    def of(
-        cls,
-        spec: TensorSpec,
-        digest: bytes,
-        places: Sequence[tuple[int, bytes]],
-        ranks: Ranks,
-        *,
-        slab_bytes: int,
-    ) -> TensorRecord:
-        """Return the record of a tensor with slabs of ``slab_bytes``; ``places`` are (file, digest) of each slab.
-
-        `WireDamaged` if the tensor has another number of slabs.
-        """
-        if len(places) != max(1, -(-spec.size_bytes // slab_bytes)):
-            raise WireDamaged(f"tensor {spec.key!r} of {spec.size_bytes} bytes is said to lie in {len(places)} slabs")
-        slabs = tuple(
-            SlabRecord(spec=one, start=number * slab_bytes, digest=found, file=file)
-            for number, (one, (file, found)) in enumerate(zip(slab_specs(spec, slab_bytes), places, strict=True))
-        )
-        return cls(spec=spec, digest=digest, slabs=slabs, ranks=ranks)
 
 
 @as_row
@@ -178,104 +150,32 @@ class Outline:
     """The names (``tensor:…``, ``tree:…``) of units that differ on other ranks."""
 
 
-@as_row
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TensorRow:
-    """A tensor in the document of a part. The size of slabs gives their offsets."""
-
-    key: str
-    dtype: str
-    shape: tuple[Count, ...]
-    digest: Digest
-    places: tuple[tuple[Count, Digest], ...]
-    """For each slab, the index of its file in the part, and its digest."""
-    ranks: Ranks
-
-    @classmethod
-    def of(cls, one: TensorRecord) -> _TensorRow:
-        places = tuple((slab.file, slab.digest) for slab in one.slabs)
-        spec = one.spec
-        return cls(key=spec.key, dtype=spec.dtype, shape=spec.shape, digest=one.digest, places=places, ranks=one.ranks)
-
-    def record(self, slab_bytes: int) -> TensorRecord:
-        spec = TensorSpec(key=self.key, dtype=self.dtype, shape=self.shape)
-        return TensorRecord.of(spec, self.digest, self.places, self.ranks, slab_bytes=slab_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PartDocument:
-    """The fields of the document of a part."""
-
-    run: str
-    save: SaveId
-    rank: Count
-    world_size: Positive
-    cut: bytes
-    files: tuple[FileRecord, ...]
-    tensors: tuple[_TensorRow, ...]
-    trees: tuple[TreeRecord, ...]
-    slab_bytes: Positive
-    outline: Outline | None
-
-    def __post_init__(self) -> None:
-        if self.slab_bytes % LEAF_BYTES:
-            raise WireDamaged(f"slabs of {self.slab_bytes} bytes are no whole leaves of {LEAF_BYTES}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRecord:
     """All that a rank wrote for one save."""
 
     run: str
     save: SaveId
-    rank: int
-    world_size: int
+    rank: Count
+    world_size: Positive
     cut: bytes
     """Digest of what all ranks agreed on at the cut."""
     files: tuple[FileRecord, ...]
     tensors: tuple[TensorRecord, ...]
     trees: tuple[TreeRecord, ...]
-    slab_bytes: int = SLAB_BYTES
-    """The size of slabs."""
     outline: Outline | None = None
     """The extent of the rank's state; None: not recorded."""
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
-            raise WireDamaged(f"a part of rank {self.rank} of {self.world_size}")
-        if any(not 0 <= slab.file < len(self.files) for tensor in self.tensors for slab in tensor.slabs):
-            raise WireDamaged(f"the part of rank {self.rank} places a tensor in a file that it does not have")
-        names = [(slab.file, slab.spec.key) for tensor in self.tensors for slab in tensor.slabs]
-        if len(set(names)) != len(names):
-            raise WireDamaged(f"the part of rank {self.rank} has one name for two things in a file")
-
     def to_bytes(self) -> bytes:
         """Return the document of the part."""
-        document = _PartDocument(
-            tensors=tuple(map(_TensorRow.of, self.tensors)),
-            **{name: getattr(self, name) for name in self.__slots__ if name != "tensors"},
-        )
-        return dumps(to_plain(document), kind=_KIND, version=_VERSION)
-
-    def is_earlier(self, file: FileRecord) -> bool:
-        """Return whether an earlier save wrote ``file``, which may hold tensors that this part does not refer to."""
-        return not file.path.startswith(f"{OBJECTS}/{self.save.folder}/")
-
-    def slabs_in(self, index: int) -> dict[str, tuple[TensorRecord, SlabRecord]]:
-        """Return the slabs in the ``index``-th file, each with its tensor, by their names in the file."""
-        return {slab.spec.key: (one, slab) for one in self.tensors for slab in one.slabs if slab.file == index}
+        return dumps(to_plain(self), kind=_KIND, version=_VERSION)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PartRecord:
         """Return the part in a document of `to_bytes`. `WireError`."""
-        plain = loads(data, kind=_KIND, supported=_VERSION)
-        document = from_plain(_PartDocument, plain, "a part")
-        return cls(
-            tensors=tuple(row.record(document.slab_bytes) for row in document.tensors),
-            **{name: getattr(document, name) for name in cls.__slots__ if name != "tensors"},
-        )
+        found: PartRecord = from_plain(cls, loads(data, kind=_KIND, supported=_VERSION), "a part")
+        return found
 
-
-def file_digest(head_digest: bytes, tensor_digests: list[bytes]) -> bytes:
-    """Return the digest of a file of tensors, which is also in its name."""
-    return short_digest(head_digest, *tensor_digests)
+    def is_earlier(self, file: FileRecord) -> bool:
+        """Return whether an earlier save wrote ``file``, which may hold tensors that this part does not refer to."""
+        return not file.path.startswith(f"{OBJECTS}/{self.save.folder}/")

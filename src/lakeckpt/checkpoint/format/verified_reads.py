@@ -4,10 +4,10 @@ An object that is missing, too short, too long or altered raises `CheckpointDama
 of the medium (EIO). Any other failure of the store is raised unchanged: falling back to an older checkpoint because of
 a network error would lose work, and nobody would notice.
 
-`fetch_part` reads the record of a part. `open_files` reads the heads of files of tensors, which give the places of the
-slabs. `read_slabs` reads slabs with several threads straight into the memory that the caller names; adjacent small
-slabs are read together. A slab for which the caller names no memory is verified all the same. After an error the
-caller's memory may hold anything.
+`fetch_part` reads the record of a part, which names the place of each slab. `open_files` verifies the heads and sizes
+of files of tensors. `read_slabs` reads slabs with several threads straight into the memory that the caller names;
+adjacent small slabs are read together. A slab for which the caller names no memory is verified all the same. After an
+error the caller's memory may hold anything.
 
 Each call starts and joins its own threads. The module never writes, and never imports torch.
 """
@@ -23,16 +23,14 @@ from itertools import pairwise
 
 from lakeckpt.checkpoint.format.digests import content_digest, short_digest
 from lakeckpt.checkpoint.format.manifest import Manifest, PartRef
-from lakeckpt.checkpoint.format.parts import PartRecord, SlabRecord, TensorRecord, file_digest
+from lakeckpt.checkpoint.format.parts import PartRecord, SlabRecord, TensorRecord
 from lakeckpt.checkpoint.format.slabs import SLAB_BYTES
-from lakeckpt.checkpoint.format.tensor_file import FileLayout, parse_head, read_head_length
 from lakeckpt.errors import CheckpointDamaged, ObjectMissing, StorageError, UnsupportedValue, WireDamaged
 from lakeckpt.lake.storage.base import Storage
 
 __all__ = ["StoredSlab", "fetch_part", "open_files", "read_object", "read_slabs", "verify_file"]
 
 _THREADS = 8
-_HEAD_BYTES = 4096
 
 
 @contextlib.contextmanager
@@ -73,17 +71,21 @@ def fetch_part(storage: Storage, manifest: Manifest, ref: PartRef) -> PartRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSlab:
-    """A slab of a part, and the byte of its object at which it begins."""
+    """A slab of a tensor, and the object that holds it."""
 
     tensor: TensorRecord
     slab: SlabRecord
     path: str
-    start: int
+
+    @property
+    def start(self) -> int:
+        """The byte of the object at which the slab begins."""
+        return self.slab.at
 
     @property
     def stop(self) -> int:
         """The byte of the object behind the slab's last byte."""
-        return self.start + self.slab.spec.size_bytes
+        return self.slab.at + self.slab.spec.size_bytes
 
     def target(self, into: Mapping[str, memoryview]) -> memoryview | None:
         """Return the slab's part of the whole tensor's memory in ``into``; None if the tensor is not in ``into``."""
@@ -100,48 +102,17 @@ def open_files(storage: Storage, files: Iterable[tuple[PartRecord, int]]) -> lis
 
 def _open_file(storage: Storage, part: PartRecord, index: int) -> list[StoredSlab]:
     file = part.files[index]
-    first = read_object(storage, file.path, 0, min(_HEAD_BYTES, file.size_bytes))
-    length = read_head_length(first, path=file.path)
-    if length > file.size_bytes:
-        raise CheckpointDamaged(f"{file.path}: its head claims {length} bytes and it has {file.size_bytes}")
-    head = first[:length]
-    if length > len(first):
-        head += read_object(storage, file.path, len(first), length)
-    if short_digest(head) != file.head_digest:
+    if short_digest(read_object(storage, file.path, 0, file.head_bytes)) != file.head_digest:
         raise CheckpointDamaged(f"{file.path}: its head is not what was written")
     # The last byte must be there, and none behind it.
     if len(read_object(storage, file.path, file.size_bytes - 1, file.size_bytes + 1)) != 1:
         raise CheckpointDamaged(f"{file.path}: it does not have the {file.size_bytes} bytes that were written")
-    layout = parse_head(head, path=file.path, size_bytes=file.size_bytes)
-    found = _match(layout, part.slabs_in(index), file.path, some=part.is_earlier(file))
-    digests = [place[1].digest for place in found if place is not None]
-    if len(digests) == len(layout.slabs) and file_digest(file.head_digest, digests) != file.digest:
-        raise CheckpointDamaged(f"{file.path}: its tensors are not in the order that was written")
     return [
-        StoredSlab(tensor=place[0], slab=place[1], path=file.path, start=slab.start)
-        for slab, place in zip(layout.slabs, found, strict=True)
-        if place is not None
+        StoredSlab(tensor=tensor, slab=slab, path=file.path)
+        for tensor in part.tensors
+        for slab in tensor.slabs
+        if slab.file == index
     ]
-
-
-_Place = tuple[TensorRecord, SlabRecord]
-
-
-def _match(found: FileLayout, records: Mapping[str, _Place], path: str, *, some: bool) -> Sequence[_Place | None]:
-    """Return the record of each slab, in the order of their bytes; head and record must agree.
-
-    ``some``: the part uses only some of the slabs; the others have no record.
-    """
-    held = {slab.key for slab in found.slabs}
-    if not records.keys() <= held or (held != records.keys() and not some):
-        raise CheckpointDamaged(f"{path}: it holds other tensors than its part's record says")
-    for slab in found.slabs:
-        if slab.key not in records:
-            continue
-        spec = records[slab.key][1].spec
-        if (slab.code, slab.shape) != (spec.code, spec.stored_shape):
-            raise CheckpointDamaged(f"{path}: tensor {slab.key!r} is {slab.code} {slab.shape}, not as its record says")
-    return [records.get(slab.key) for slab in found.slabs]
 
 
 def verify_file(storage: Storage, part: PartRecord, index: int) -> None:

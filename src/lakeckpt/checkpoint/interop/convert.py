@@ -1,8 +1,8 @@
 """This module reads a state in any of the supported formats, and writes it in the formats of others.
 
-`read_state` finds the format of a place: a run of `CheckpointManager`, a folder of torch's DCP, a file of
-``torch.save``, or safetensors. `convert_checkpoint` writes such a state in one of the last three formats. It holds the
-state in host memory once. The module starts no threads of its own.
+`read_state` finds the format of a place: a run of `CheckpointManager`, a file of ``torch.save``, or safetensors.
+`convert_checkpoint` writes such a state in one of the last two formats. It holds the state in host memory once. torch
+itself converts between its files and folders of DCP. The module starts no threads of its own.
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ from lakeckpt.checkpoint.interop.safetensors_files import (
     tensors_of,
     write_safetensors,
 )
-from lakeckpt.checkpoint.interop.torch_files import (
-    METADATA,
-    SUFFIXES,
-    read_dcp_folder,
-    read_torch_file,
-    write_dcp_folder,
-    write_torch_file,
-)
+from lakeckpt.checkpoint.interop.torch_files import SUFFIXES, read_torch_file, write_torch_file
 from lakeckpt.checkpoint.persist.log import LOG
 from lakeckpt.checkpoint.restore.choosing import Step
 from lakeckpt.errors import CheckpointNotFound, ConfigError
 from lakeckpt.lake.storage.base import Storage, describe
-from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import open_storage
 
 __all__ = ["Converted", "convert_checkpoint", "read_state"]
+
+_DCP = ".metadata"
+"""The file that makes a folder a checkpoint of DCP."""
+_FROM_DCP = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER state.pt"
+_TO_DCP = "python -m torch.distributed.checkpoint.format_utils torch_to_dcp state.pt FOLDER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +43,7 @@ class Converted:
     """The result of `convert_checkpoint`."""
 
     source: str
-    """The format of the source: ``"run"``, ``"dcp"``, ``"torch"`` or ``"safetensors"``."""
+    """The format of the source: ``"run"``, ``"torch"`` or ``"safetensors"``."""
     target: str
     tensors: int
     size_bytes: int
@@ -66,8 +63,8 @@ def read_state(
     """Return the state at ``uri``, whole, in host memory, for the ``load_state_dict`` of any object.
 
     Args:
-        uri: a run of `CheckpointManager`, a local folder of torch's DCP, a file of ``torch.save`` (named ``.pt``,
-            ``.pth``, ``.bin`` or ``.ckpt``), or a folder or file of safetensors (tensors by name).
+        uri: a run of `CheckpointManager`, a file of ``torch.save`` (named ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``),
+            or a folder or file of safetensors (tensors by name).
         item: the part of the state to read, such as ``"model"`` or ``"optimizer.state.0"``. From a run, only this part
             is read.
         step: for a run, the optimizer step whose checkpoint is read; ``"best"``: the checkpoint with the best metric;
@@ -76,8 +73,7 @@ def read_state(
             values under one name, `CheckpointMismatch` names one of these values.
         storage_options: for the store of ``uri``.
 
-    The state of a run has the readers' states under their names, and no random states. torch runs the pickles in a
-    folder of DCP: read only folders that you trust.
+    The state of a run has the readers' states under their names, and no random states.
 
     Raises `CheckpointNotFound`, `CheckpointDamaged`, `CheckpointMismatch`, `UnsupportedValue`, `NewerFormat`,
     `ConfigError`.
@@ -89,7 +85,7 @@ def convert_checkpoint(
     source: str | os.PathLike[str] | Storage,
     target: str | os.PathLike[str],
     *,
-    to: Literal["dcp", "torch", "safetensors"],
+    to: Literal["torch", "safetensors"],
     item: str | None = None,
     step: Step = None,
     rank: int | None = None,
@@ -98,22 +94,20 @@ def convert_checkpoint(
 ) -> Converted:
     """Read the state at ``source`` (see `read_state`) and write it at ``target``: an empty folder, or a new file.
 
-    ``to="dcp"``: a local folder that ``torch.distributed.checkpoint`` loads. ``to="torch"``: a local file (named
-    ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``) that ``torch.load(weights_only=True)`` loads: tensors and plain values.
-    ``to="safetensors"``: ``model.safetensors``, or several files and an index, in a folder or store. It holds only
-    tensors, so choose the part to write, for example with ``item="model"``.
+    ``to="torch"``: a local file (named ``.pt``, ``.pth``, ``.bin`` or ``.ckpt``) that
+    ``torch.load(weights_only=True)`` loads: tensors and plain values. ``to="safetensors"``: ``model.safetensors``, or
+    several files and an index, in a folder or store. It holds only tensors, so choose the part to write, for example
+    with ``item="model"``.
 
     Raises as `read_state` does; `ConfigError` if the target is not empty or there is no such item; `SaveFailed`.
     """
-    if to not in ("dcp", "torch", "safetensors"):
-        raise ConfigError(f"to is 'dcp', 'torch' or 'safetensors', got {to!r}")
+    if to not in ("torch", "safetensors"):
+        raise ConfigError(f"to is 'torch' or 'safetensors', got {to!r}. torch makes a folder of DCP: {_TO_DCP}")
     storage = None if to == "torch" else _empty_folder(target, target_options)
     kind, state = _read(source, item, step=step, rank=rank, storage_options=storage_options)
-    if to == "torch":
+    if storage is None:
         write_torch_file(_local_path(target), state)
-    elif to == "dcp":
-        write_dcp_folder(_local_path(target), state)
-    elif storage is not None:
+    else:
         write_safetensors(storage, tensors_of(state))
     return _converted(kind, to, state)
 
@@ -128,7 +122,7 @@ def _empty_folder(target: str | os.PathLike[str], options: Mapping[str, Any] | N
 def _local_path(target: str | os.PathLike[str]) -> str:
     text = os.fspath(target)
     if "://" in text and not text.startswith("file://"):
-        raise ConfigError(f"torch writes into local folders: write into one, then copy it to {text!r}")
+        raise ConfigError(f"torch writes local files: write one, then copy it to {text!r}")
     return text.removeprefix("file://")
 
 
@@ -177,24 +171,19 @@ def _of_others(storage: Storage, name: str | None) -> tuple[str, dict[str, Any]]
         return "torch", read_torch_file(storage, name)
     if name is not None:
         return "safetensors", dict(read_safetensors(storage, name))
-    if storage.list(METADATA):
-        if not isinstance(storage, LocalStorage):
-            raise ConfigError(f"torch reads folders of DCP on local disks: copy {describe(storage)!r} to one")
-        return "dcp", read_dcp_folder(storage.name)
+    if storage.list(_DCP):
+        raise ConfigError(f"{describe(storage)!r} is a folder of DCP. torch makes a file of it: {_FROM_DCP}")
     there = [one.path for one in storage.list()]
     if any(map(is_safetensors, there)):
         return "safetensors", dict(read_safetensors(storage))
     raise CheckpointNotFound(
-        f"there is no checkpoint in {describe(storage)!r}: no {LOG}, no {METADATA} and no *{SAFETENSORS}, but "
-        f"{_instead(there)}"
+        f"there is no checkpoint in {describe(storage)!r}: no {LOG} and no *{SAFETENSORS}, but {_instead(there)}"
     )
 
 
 def _instead(there: list[str]) -> str:
     """Return a text about the contents of a folder that is not a checkpoint itself."""
     for path in there:
-        if path.endswith(f"/{METADATA}"):
-            return f"a checkpoint in {path.rpartition('/')[0]}: name that folder"
         if f"/{LOG}/" in f"/{path}":
             return f"a run in {path.partition(f'/{LOG}/')[0]}: name that folder"
     files = [path for path in there if path.endswith((*SUFFIXES, SAFETENSORS))]

@@ -43,26 +43,22 @@ def account(
     records: Records,
     orders: Mapping[str, Order],
     *,
-    named_groups: int,
-    given_up: Collection[int] = (),
+    skipped: Collection[int] = (),
 ) -> ReaderAudit:
     """Return the account of reader ``name``; ``records`` are its records in the history, at least one.
 
-    ``orders`` are the orders of the tables by digest, for tables whose index can be read. A finding lists at most
-    ``named_groups`` row groups. ``given_up`` are the epochs whose rest an attempt skipped.
+    ``orders`` are the orders of the tables by digest, for tables whose index can be read. ``skipped`` are the epochs
+    whose rest an attempt skipped.
     """
-    return _Account(name, records, orders, named_groups, given_up).audit()
+    return _Account(name, records, orders, skipped).audit()
 
 
 class _Account:
-    def __init__(
-        self, name: str, records: Records, orders: Mapping[str, Order], named_groups: int, given_up: Collection[int]
-    ) -> None:
-        self._given_up = given_up
+    def __init__(self, name: str, records: Records, orders: Mapping[str, Order], skipped: Collection[int]) -> None:
+        self._skipped = skipped
         self._name = name
         self._records = records
         self._orders = orders
-        self._named_groups = named_groups
         self._walk = ReaderWalk(records, orders)
         self._epochs: list[EpochAudit] = []
         self._findings: list[Finding] = []
@@ -133,9 +129,9 @@ class _Account:
         rows = self._identity_of(epoch, tip).rows
         if not every and (status == "in progress" or not rows):
             return  # not begun
-        if status == "complete" and epoch in self._given_up:
-            status = "given up"
-            self._walk.notes[f"the rest of epoch {epoch} was given up: its table version was gone"] = None
+        if status == "complete" and epoch in self._skipped:
+            status = "skipped"
+            self._walk.notes[f"the rest of epoch {epoch} was skipped: its table version was gone"] = None
         tables = {piece.identity.table for piece in every}
         if len(tables) > 1:
             self._walk.doubt(f"epoch {epoch} was read from {len(tables)} versions of the table, as the user allowed")
@@ -145,7 +141,7 @@ class _Account:
         if space is None:
             self._walk.doubt(f"epoch {epoch} was read in orders that cannot be compared, and is not counted")
             return
-        counted = count_epoch(
+        audit, wrong = count_epoch(
             epoch,
             rows=rows,
             status=status,
@@ -155,15 +151,10 @@ class _Account:
             claim=claim,
             dropped=self._dropped(epoch) if status == "complete" else None,
         )
-        self._epochs.append(counted.audit)
-        if counted.twice_first is not None:
-            self._findings.append(self._finding("repeated", epoch, counted.twice, counted.twice_first, space, tip))
-        if counted.lost:
-            self._findings.append(
-                self._finding("lost", epoch, counted.lost, self._first_to_claim(epoch, counted.lost, space), space, tip)
-            )
-        if counted.again:
-            self._findings.append(self._finding("again", epoch, counted.again, newest, space, tip))
+        self._epochs.append(audit)
+        for one in wrong:
+            first = self._first_to_claim(epoch, one.rows, space) if one.kind == "lost" else one.first or newest
+            self._findings.append(self._finding(one.kind, epoch, one.rows, first, space, tip))
 
     def _claim(
         self, state: ReaderState, epoch: int, manifest: Manifest, known: Mapping[int, Intervals] | None = None
@@ -211,7 +202,7 @@ class _Account:
     ) -> Finding:
         rows = space.table_rows(Intervals.of(found.take(0, min(found.size, _NAMED_ROWS))))
         order = self._orders.get(order_name(self._identity_of(epoch, tip)))
-        where = [] if rows is None or order is None else name_rows(order, rows, most=self._named_groups)
+        where = [] if rows is None or order is None else name_rows(order, rows)
         return Finding(
             kind=kind,
             reader=self._name,

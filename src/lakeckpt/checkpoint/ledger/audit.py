@@ -7,34 +7,25 @@ The history is the chain of manifests from the newest checkpoint back to the fir
 intervals are added up, compared with what the newest state claims, and compared with the rows of the table
 (`lakeckpt.checkpoint.ledger.account`). Work on abandoned branches was rolled back and does not count.
 
-The audit reads ``log/`` and ``index/``, and lists ``parts/``. It does not need the data of checkpoints, nor the table.
+The audit reads ``log/`` and ``index/``. It does not need the data of checkpoints, nor the table.
 The report lists the assumptions of the proof. The module never imports torch, and starts no threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
 from lakeckpt.checkpoint.consumed.rows import Order
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.ledger.account import account
 from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.ledger.report import AuditReport, Branch
-from lakeckpt.checkpoint.persist.history import (
-    History,
-    folders_there,
-    read_history,
-    removed_by_the_unknown,
-)
+from lakeckpt.checkpoint.persist.history import History, read_history
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.errors import CheckpointNotFound
 from lakeckpt.lake.storage.base import Storage, describe
 
 __all__ = ["audit", "audit_history", "read_run"]
-
-NAMED_GROUPS = 64
-"""How many row groups a finding lists by default."""
 
 _STATED = "the training loop: at each save it had used the rows that step(batch) stated, and no others"
 _INFERRED = "the training loop: at each save it had used every row that was delivered to it"
@@ -45,29 +36,19 @@ _TRUSTED = (
 )
 
 
-def audit(
-    storage: Storage,
-    *,
-    tip: int | None = None,
-    named_groups: int = NAMED_GROUPS,
-    progress: Callable[[int, int], None] | None = None,
-) -> AuditReport:
+def audit(storage: Storage, *, tip: int | None = None) -> AuditReport:
     """Audit the run at ``storage``: its history up to the newest checkpoint, or up to the checkpoint in slot ``tip``.
 
-    A finding lists at most ``named_groups`` row groups. ``progress(readers done, readers)`` is called meanwhile. Raises
-    `CheckpointNotFound` if there is no run or no such checkpoint, `NewerFormat` for a log of a newer version, and
-    `StorageError` if the store fails.
+    Raises `CheckpointNotFound` if there is no run or no such checkpoint, `NewerFormat` for a log of a newer version,
+    and `StorageError` if the store fails.
     """
     history = read_run(storage, tip=tip)
-    return audit_history(history, orders_of(storage, history), named_groups=named_groups, progress=progress)
+    return audit_history(history, orders_of(storage, history))
 
 
 def read_run(storage: Storage, *, tip: int | None = None) -> History:
     """Return the history of the run at ``storage``; raises as `audit`."""
-    there = folders_there(storage)  # listed before the log is read: later commits explain removals meanwhile
     history = read_history(storage, tip=tip)
-    if tip is None:
-        history = replace(history, lost=removed_by_the_unknown(history, there))
     if not (history.begins or history.chain or history.abandoned or history.damaged):
         raise CheckpointNotFound(f"there is no run at {describe(storage)}: it has no log. Name the place of a run")
     if tip is not None and not history.chain:
@@ -75,13 +56,7 @@ def read_run(storage: Storage, *, tip: int | None = None) -> History:
     return history
 
 
-def audit_history(
-    history: History,
-    orders: Mapping[str, Order],
-    *,
-    named_groups: int = NAMED_GROUPS,
-    progress: Callable[[int, int], None] | None = None,
-) -> AuditReport:
+def audit_history(history: History, orders: Mapping[str, Order]) -> AuditReport:
     """Audit a history; ``orders`` are the orders of its tables (`lakeckpt.checkpoint.ledger.indexes.orders_of`)."""
     doubts, notes = _doubts(history)
     by_reader: dict[str, list[tuple[Manifest, ReaderRecord]]] = {}
@@ -91,14 +66,12 @@ def audit_history(
     tip = history.tip
     at = {manifest.attempt for manifest in history.chain}
     readers = []
-    for done, (name, records) in enumerate(sorted(by_reader.items()), start=1):
-        given_up = [one.given_up[name] for one in history.restores if one.attempt in at and name in one.given_up]
-        readers.append(account(name, records, orders, named_groups=named_groups, given_up=given_up))
+    for name, records in sorted(by_reader.items()):
+        skipped = [one.skipped[name] for one in history.restores if one.attempt in at and name in one.skipped]
+        readers.append(account(name, records, orders, skipped=skipped))
         last = records[-1][0]
         if tip is not None and last.slot != tip.slot:
             doubts.append(f"reader {name!r} is in no checkpoint after step {last.step:,}: its later rows are unknown")
-        if progress is not None:
-            progress(done, len(by_reader))
     if tip is None:
         doubts.append("the history has no checkpoint: nothing was committed, or the newest attempt began anew")
     elif tip.step and readers and not any(one.stretches for records in by_reader.values() for _, one in records):
@@ -134,16 +107,14 @@ def _doubts(history: History) -> tuple[list[str], list[str]]:
         else:
             notes.append(f"damaged, and not in the history: {damage}")
     restored = {one.attempt: one.restored for one in history.restores}
-    if history.lost:
-        doubts.append(history.lost)
     for before, after in zip([None, *history.chain], history.chain, strict=False):
         if before is not None and after.step < before.step:
             doubts.append(f"slot {after.slot} is of step {after.step:,}, and its parent of step {before.step:,}")
         first_of_attempt = before is None or before.attempt != after.attempt
         if first_of_attempt and after.attempt in restored and restored[after.attempt] != after.parent:
             doubts.append(
-                f"attempt {after.attempt} says that it went on from slot {restored[after.attempt]}, and its checkpoint "
-                f"in slot {after.slot} from slot {after.parent}"
+                f"attempt {after.attempt} recorded that it went on from slot {restored[after.attempt]}, and its "
+                f"checkpoint in slot {after.slot} from slot {after.parent}"
             )
     return doubts, notes
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest
-from lakeckpt.checkpoint.ledger.report import EpochAudit, EpochStatus
+from lakeckpt.checkpoint.ledger.report import EpochAudit, EpochStatus, FindingKind
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import LayoutKey, Plan
 from lakeckpt.core.state import Identity, ReaderState
 
-__all__ = ["Counted", "Piece", "Space", "count_epoch", "piece_of", "space_of"]
+__all__ = ["Piece", "Space", "Wrong", "count_epoch", "piece_of", "space_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,17 +87,13 @@ def space_of(pieces: Sequence[Piece], orders: Mapping[str, Order]) -> Space | No
     return Space(orders, None) if all(order_name(piece.identity) in orders for piece in partial) else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
-    """The counts of an epoch, and the rows that are wrong, in the epoch's space."""
+class Wrong(NamedTuple):
+    """Rows of an epoch that were not consumed exactly once, in the epoch's space."""
 
-    audit: EpochAudit
-    twice: Intervals
-    twice_first: Manifest | None
-    """The checkpoint in which a row was first consumed again."""
-    lost: Intervals
-    again: Intervals
-    """Rows that were consumed once, and would be read again."""
+    kind: FindingKind
+    rows: Intervals
+    first: Manifest | None = None
+    """The checkpoint in which a row was first consumed again; None for other kinds."""
 
 
 def count_epoch(
@@ -109,19 +106,19 @@ def count_epoch(
     before: Piece | None,
     claim: Piece | None,
     dropped: Piece | None,
-) -> Counted:
-    """Count the ``rows`` rows of an epoch.
+) -> tuple[EpochAudit, list[Wrong]]:
+    """Count the ``rows`` rows of an epoch, and return those that are wrong.
 
     ``pieces`` were recorded, in order. ``before`` was consumed before the record begins. ``claim`` holds the rows that
     the newest state claims as consumed. ``dropped`` holds the rows that the tail of the epoch drops. None means no row.
     """
     none, every = Intervals.empty(), Intervals.whole(rows)
-    over = status in ("complete", "given up")
+    over = status in ("complete", "skipped")
     recorded = ([] if before is None else [before]) + list(pieces)
     seen, twice, first = _add_up(recorded, space)
     surplus = sum(piece.positions.size for piece in recorded) - seen.size
     omitted = none if dropped is None else space.of(dropped).difference(seen)
-    if status == "given up":
+    if status == "skipped":
         omitted = every.difference(seen)
     claimed = every.difference(omitted) if over else none if claim is None else space.of(claim)
     lost = claimed.difference(seen)
@@ -142,7 +139,8 @@ def count_epoch(
         left=every.difference(claimed.union(seen, omitted)).size,
         before=inherited.size,
     )
-    return Counted(audit=audit, twice=twice, twice_first=first, lost=lost, again=again)
+    wrong = [Wrong("repeated", twice, first), Wrong("lost", lost), Wrong("again", again)]
+    return audit, [one for one in wrong if one.rows]
 
 
 def _add_up(recorded: Sequence[Piece], space: Space) -> tuple[Intervals, Intervals, Manifest | None]:

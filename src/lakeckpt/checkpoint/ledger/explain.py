@@ -298,7 +298,7 @@ class _Explainer:
             rank=rank,
             micro_batches=tuple(micro_batches),
             table_rows=found,
-            where=tuple(name_rows(order, every, most=len(found))),
+            where=tuple(name_rows(order, every)),
         )
 
 

@@ -6,7 +6,8 @@ It reads ``index/`` only, and changes nothing. It never imports torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
@@ -14,14 +15,14 @@ from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import INDEX, History, index_path, selection_path
 from lakeckpt.checkpoint.persist.log import Damage
 from lakeckpt.core.state import Identity, ReaderState
-from lakeckpt.errors import CheckpointDamaged, NewerFormat, ObjectMissing, StateError, WireError
+from lakeckpt.errors import CheckpointDamaged, NewerFormat, StateError, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.reading.filters.selection import RowSelection
 
 __all__ = ["index_damage", "orders_of"]
 
-Document = TableIndex | RowSelection
+_Document = TypeVar("_Document", bound=TableIndex | RowSelection)
 
 
 def orders_of(storage: Storage, history: History) -> dict[str, Order]:
@@ -32,42 +33,44 @@ def orders_of(storage: Storage, history: History) -> dict[str, Order]:
     records = [reader for manifest in history.chain for reader in manifest.readers.values()]
     indexes: dict[str, TableIndex] = {}
     for digest in _tables_of(records):
-        with contextlib.suppress(WireError, ObjectMissing):
-            index = TableIndex.loads(storage.read(index_path(digest)))
-            if index.digest == digest:
-                indexes[digest] = index
+        with contextlib.suppress(WireError, CheckpointDamaged):
+            indexes[digest] = _read(storage, index_path(digest), digest, TableIndex.loads)
     orders = {digest: Order(index) for digest, index in indexes.items()}
     for identity in _identities_of(records):
         if identity.selection and identity.table in indexes:
-            with contextlib.suppress(WireError, ObjectMissing, ValueError):
-                found = RowSelection.loads(storage.read(selection_path(identity.table, identity.selection)))
-                if found.digest == identity.selection:
-                    orders[order_name(identity)] = Order(indexes[identity.table], found)
+            path = selection_path(identity.table, identity.selection)
+            with contextlib.suppress(WireError, CheckpointDamaged, ValueError):
+                found = _read(storage, path, identity.selection, RowSelection.loads)
+                orders[order_name(identity)] = Order(indexes[identity.table], found)
     return orders
 
 
 def index_damage(storage: Storage, records: Sequence[ReaderRecord]) -> list[Damage]:
     """Return the damage of the indexes and selections that ``records`` name. `NewerFormat`."""
-    named: dict[str, tuple[str, Callable[[bytes], Document]]] = {
+    named: dict[str, tuple[str, Callable[[bytes], TableIndex | RowSelection]]] = {
         index_path(digest): (digest, TableIndex.loads) for digest in _tables_of(records)
     }
     for identity in _identities_of(records):
         if identity.selection and index_path(identity.table) in named:
             path = selection_path(identity.table, identity.selection)
             named[path] = (identity.selection, RowSelection.loads)
-    return [damage for path, what in sorted(named.items()) for damage in _document_damage(storage, path, *what)]
+    damage = []
+    for path, (digest, load) in sorted(named.items()):
+        try:
+            _read(storage, path, digest, load)
+        except NewerFormat:
+            raise
+        except (CheckpointDamaged, WireError) as error:
+            damage.append(Damage(path=path, reason=str(error).removeprefix(f"{path}: ")))
+    return damage
 
 
-def _document_damage(storage: Storage, path: str, digest: str, read: Callable[[bytes], Document]) -> Iterator[Damage]:
-    try:
-        found = read(read_object(storage, path)).digest
-    except NewerFormat:
-        raise
-    except (CheckpointDamaged, WireError) as error:
-        yield Damage(path=path, reason=str(error).removeprefix(f"{path}: "))
-        return
-    if found != digest:
-        yield Damage(path=path, reason=f"this is the {INDEX} with the digest {found}")
+def _read(storage: Storage, path: str, digest: str, load: Callable[[bytes], _Document]) -> _Document:
+    """Return the document at ``path``. `CheckpointDamaged` if it has another digest or is missing, `WireError`."""
+    found = load(read_object(storage, path))
+    if found.digest != digest:
+        raise CheckpointDamaged(f"{path}: this is the {INDEX} with the digest {found.digest}")
+    return found
 
 
 def _tables_of(records: Iterable[ReaderRecord]) -> set[str]:

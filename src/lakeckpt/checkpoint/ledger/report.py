@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Verdict = Literal["proved", "delivered", "not proved"]
-EpochStatus = Literal["complete", "in progress", "left behind", "given up", "carried over"]
+EpochStatus = Literal["complete", "in progress", "left behind", "skipped", "carried over"]
 FindingKind = Literal["repeated", "lost", "again"]
 _EXIT = {"proved": 0, "not proved": 1, "delivered": 3}
 _FOUND = {
@@ -60,7 +60,7 @@ class EpochAudit:
 
     epoch: int
     status: EpochStatus
-    """"left behind": the epoch was begun, and the reader has gone back to an earlier epoch since. "given up": the rest
+    """"left behind": the epoch was begun, and the reader has gone back to an earlier epoch since. "skipped": the rest
     was skipped, because the table version was gone and the user had chosen to go on with the next epoch. "carried
     over": the rows in ``left`` were found in another version of the table, and the next entry of the same epoch counts
     them."""

@@ -46,33 +46,30 @@ class Attempt:
 class Tip:
     """The end of the log in ``storage``, for one ``attempt``."""
 
-    __slots__ = ("_storage", "_unknown", "attempt", "failed")
+    __slots__ = ("_storage", "_unsure", "attempt", "failed")
 
     def __init__(self, storage: Storage, attempt: Attempt) -> None:
         self.attempt = attempt
         self.failed: set[SaveId] = set()
         """Saves that failed on this rank."""
         self._storage = storage
-        self._unknown: dict[str, Manifest] = {}  # by write id: commits whose answer was lost
+        self._unsure: set[SaveId] = set()  # commits whose answer was lost
 
     @property
     def given_up(self) -> set[SaveId]:
         """The failed saves that cannot turn out to be committed any more."""
-        return self.failed - {one.save for one in self._unknown.values()}
+        return self.failed - self._unsure
 
     def next_slot(self) -> int:
         """Return the slot for the next commit. If the answer to a commit was lost, find out first whether it
         happened. Raises `SaveFailed` if the store fails then."""
-        if self._unknown:
+        if self._unsure:
             try:
-                found = read_entry(self._storage, self.attempt.last + 1)
-            except ObjectMissing:
-                return self.attempt.last + 1
-            except (WireError, StorageError) as error:
+                self.catch_up()
+            except StorageError as error:
                 raise SaveFailed(
                     f"whether slot {self.attempt.last + 1} was committed cannot be looked up: {error}"
                 ) from error
-            self._settle(SlotTaken(found.slot, found))
         return self.attempt.last + 1
 
     def lost(self) -> str:
@@ -102,15 +99,6 @@ class Tip:
             "the record of what was before is lost, and no audit can prove it"
         )
 
-    def refuse_later(self) -> None:
-        """Raise `AttemptSuperseded` if the next slot holds the entry of another attempt or run. A store that fails
-        raises nothing here."""
-        try:
-            found = read_entry(self._storage, self.attempt.last + 1)
-        except (WireError, StorageError):
-            return
-        self._refuse_others(found)
-
     def _refuse_others(self, entry: Entry, *, newest: bool = False) -> None:
         is_ours = entry.attempt == self.attempt.number
         if newest and entry.attempt is not None:
@@ -121,12 +109,11 @@ class Tip:
     def put(self, manifest: Manifest) -> None:
         """Put the manifest into its slot. Raises `SaveFailed` if the store fails; the manifest may be there all the
         same."""
-        self._unknown[manifest.write_id] = manifest
+        self._unsure.add(manifest.save)
         try:
             put_entry(self._storage, manifest)
         except SlotTaken as taken:
-            del self._unknown[manifest.write_id]  # what is there is another one
-            self._settle(taken)
+            self._adopt_own(taken)
             raise SaveFailed(
                 f"slot {manifest.slot} holds an earlier commit of this attempt, whose answer was lost and which came "
                 f"late: it counts, and step {manifest.step} was not saved"
@@ -136,34 +123,30 @@ class Tip:
 
     def adopt(self, manifest: Manifest) -> None:
         """Record that the manifest is committed, so that the next commit goes on from it."""
-        self._unknown.clear()
+        self._unsure.clear()
         self.failed.discard(manifest.save)
         self.attempt.last = self.attempt.parent = manifest.slot
         self.attempt.recorded = manifest.step
 
     def catch_up(self) -> list[Manifest]:
-        """Adopt the commits of this attempt that this process does not know, because an agent before it has made them,
-        and return them. Raises `AttemptSuperseded` and `StorageError`."""
+        """Adopt the commits of this attempt that this process does not know, because their answers were lost or an
+        agent before it has made them, and return them. Raises `AttemptSuperseded` and `StorageError`."""
         found: list[Manifest] = []
         while True:
+            slot = self.attempt.last + 1
             try:
-                entry = read_entry(self._storage, self.attempt.last + 1)
+                taken = SlotTaken(slot, read_entry(self._storage, slot))
             except ObjectMissing:
                 return found
-            except WireError as error:
-                raise AttemptSuperseded(
-                    superseded(self.attempt.number, SlotTaken(self.attempt.last + 1, None))
-                ) from error
-            ours = (self.attempt.run, self.attempt.number)  # another run's attempts have the same numbers
-            if not isinstance(entry, Manifest) or (entry.run, entry.attempt) != ours:
-                raise AttemptSuperseded(superseded(self.attempt.number, SlotTaken(entry.slot, entry)))
-            self.adopt(entry)
-            found.append(entry)
+            except WireError:
+                taken = SlotTaken(slot, None)
+            found.append(self._adopt_own(taken))
 
-    def _settle(self, taken: SlotTaken) -> None:
-        """Adopt the entry in the next slot if it is our commit whose answer was lost. Else raise
-        `AttemptSuperseded`."""
-        ours = self._unknown.get(taken.found.write_id) if taken.found is not None else None
-        if ours is None:
+    def _adopt_own(self, taken: SlotTaken) -> Manifest:
+        """Adopt the entry of the next slot if it is a commit of this attempt. Else raise `AttemptSuperseded`."""
+        entry = taken.found
+        ours = (self.attempt.run, self.attempt.number)  # another run's attempts have the same numbers
+        if not isinstance(entry, Manifest) or (entry.run, entry.attempt) != ours:
             raise AttemptSuperseded(superseded(self.attempt.number, taken))
-        self.adopt(ours)
+        self.adopt(entry)
+        return entry

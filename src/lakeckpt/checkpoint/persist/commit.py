@@ -1,9 +1,9 @@
 """This module decides when a set of parts becomes a checkpoint: rank 0 verifies all parts and puts the manifest.
 
 Rank 0 waits for the part of every rank. It reads each part, compares it with what the ranks agreed on at the cut, and
-checks that every object that the part names is there with its size (``verify="bytes"``: and with its content, read
-again). The manifest is then put into the log. The other ranks watch that slot. There is no collective; a rank that
-cannot deliver leaves a note, and a rank that is silent is named when the time is over.
+checks that every object that the part names is there with its size. The manifest is then put into the log. The other
+ranks watch its slot. There is no collective; a rank that cannot deliver leaves a note, and a rank that is silent is
+named when the time is over.
 
 The module imports without torch. `collect_parts` starts and joins the threads that read parts.
 """
@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
 
 from lakeckpt.checkpoint.failures import published_failure
 from lakeckpt.checkpoint.format.begins import said_of
@@ -24,7 +23,6 @@ from lakeckpt.checkpoint.format.manifest import Manifest, PartRef
 from lakeckpt.checkpoint.format.parts import PARTS, PartRecord, SaveId
 from lakeckpt.checkpoint.format.sharing import say_ranks
 from lakeckpt.checkpoint.format.units import UnitId, tensor_unit, tree_unit
-from lakeckpt.checkpoint.format.verified_reads import verify_file
 from lakeckpt.checkpoint.persist.agreement import SUMS, sum_of
 from lakeckpt.checkpoint.persist.log import SlotTaken, read_entry
 from lakeckpt.checkpoint.state.wholes import Wholes
@@ -43,14 +41,12 @@ from lakeckpt.tracking.waiting import Waiter, poll
 
 __all__ = [
     "Expected",
-    "Verify",
     "await_commit",
     "collect_parts",
     "superseded",
     "verify_objects",
 ]
 
-Verify = Literal["sizes", "bytes"]
 _READ_THREADS = 8
 
 
@@ -152,22 +148,17 @@ def _checked_part(
     return PartRef(rank=rank, path=path, size_bytes=len(data), digest=short_digest(data)), part
 
 
-def verify_objects(storage: Storage, parts: Sequence[PartRecord], *, verify: Verify) -> None:
-    """Check that every object that the parts name is whole. Raises `SaveFailed` naming an object that is not."""
+def verify_objects(storage: Storage, parts: Sequence[PartRecord]) -> None:
+    """Check that every object that the parts name has its size. Raises `SaveFailed` naming an object that is not."""
     folders = {file.path.rpartition("/")[0] for part in parts for file in part.files}
     listed = {info.path: info.size_bytes for folder in sorted(folders) for info in storage.list(folder)}
     for part in parts:
-        for index, file in enumerate(part.files):
+        for file in part.files:
             if listed.get(file.path) != file.size_bytes:
                 raise SaveFailed(
                     f"{file.path}: rank {part.rank} wrote {file.size_bytes} bytes and {describe(storage)} lists "
                     f"{listed.get(file.path, 'nothing')}. Nothing was committed"
                 )
-            if verify == "bytes":
-                try:
-                    verify_file(storage, part, index)
-                except CheckpointDamaged as error:
-                    raise SaveFailed(f"what rank {part.rank} wrote does not read back: {error}") from error
 
 
 def superseded(attempt: int, taken: SlotTaken) -> str:

@@ -3,19 +3,22 @@
 The history is the chain of manifests from the tip back through the parents. Every other manifest is of an abandoned
 branch: work that was rolled back. The tip is the newest commit, or the checkpoint that the newest `Restored` entry
 names. An attempt that only began changes nothing of the history. Entries that cannot be read are reported, never
-guessed. The module reads only the log, because the record outlives the data of the checkpoints.
+guessed. The module reads only the log, because the record outlives the data of the checkpoints. `kept_of` applies the
+rule by which checkpoints keep their data.
 
 It imports without torch and starts no threads of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import isnan
+from typing import Literal
 
 from lakeckpt.checkpoint.format.manifest import Begin, Manifest, Restored
 from lakeckpt.checkpoint.format.parts import PARTS
-from lakeckpt.checkpoint.keep import kept_ever_since
+from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.log import Damage, LogView, read_log, slot_path
 from lakeckpt.lake.storage.base import Storage
 
@@ -23,14 +26,16 @@ __all__ = [
     "INDEX",
     "History",
     "at_work",
+    "best_first",
     "folders_there",
     "has_obeyed",
     "history_of",
     "index_path",
+    "kept_ever_since",
+    "kept_of",
     "must_stay",
     "not_rolled_back",
     "read_history",
-    "removed_by_the_unknown",
     "selection_path",
 ]
 
@@ -53,8 +58,6 @@ class History:
     restores: tuple[Restored, ...] = ()
     """The restores of attempts, and roll-backs, in order."""
     damaged: tuple[Damage, ...]
-    lost: str = ""
-    """Why the newest entries of the log seem to be lost; empty if nothing shows that, or nobody has looked."""
 
     @property
     def tip(self) -> Manifest | None:
@@ -174,34 +177,48 @@ def must_stay(history: History) -> set[int]:
     return {slot for slot in kept if all(one.path < slot_path(slot) for one in history.damaged)} | {history.tip.slot}
 
 
-def removed_by_the_unknown(history: History, there: Collection[str]) -> str:
-    """Return why newer entries of the log seem to be lost; empty if nothing shows that.
+def kept_of(chain: Sequence[Manifest], keep: Keep) -> frozenset[int]:
+    """Return the slots of the checkpoints in ``chain`` (the oldest first) that keep their data.
 
-    ``there`` are the `folders_there`. Retention removes the oldest data first, behind a newer commit. If one of the
-    newest checkpoints has no data, though no commit in the log was allowed to remove them, then the commit that removed
-    them is not in the log any more: provided that the tip has data, or that a newer save, which the log does not know,
-    has parts. Checkpoints that a rule keeps beside the newest may have been removed by hand. If all data are gone, as
-    of a run that was trained to its end, nothing follows.
+    The rule selects the same checkpoints after the others have been removed. So a removal that was interrupted can be
+    continued later, and is not mistaken for damage.
+
+    >>> from types import SimpleNamespace as One
+    >>> chain = [One(slot=n, step=40 * n, metric=abs(n - 2.0)) for n in range(1, 8)]
+    >>> sorted(kept_of(chain, Keep(last=1, every=100, best=1)))
+    [2, 3, 5, 7]
     """
-    tip = history.tip
-    if tip is None or tip.keep is None:
-        return ""
-    has_data = tip.save.folder in there
-    if not has_data:
-        commits = sorted([*history.chain, *history.abandoned], key=lambda manifest: manifest.slot)
-        newer = {folder for folder in there if folder > tip.save.folder} - {one.save.folder for one in commits}
-        if not newer or tip.slot not in kept_ever_since(commits, tip.slot):
-            return ""
-        if any(one.path > slot_path(tip.slot) for one in history.damaged):
-            return ""  # that commit is there, and reported as damaged
-    stays = must_stay(history)
-    gone = [one for one in history.chain[-tip.keep.last :] if one.slot in stays and one.save.folder not in there]
-    if not gone:
-        return ""
-    steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in gone)
-    goes_on = "training goes on from that step" if has_data else "an older checkpoint is restored, if one is whole"
-    return (
-        f"the data of step {steps} is gone, and no commit in the log was allowed to remove it: entries newer than "
-        f"{slot_path(tip.slot)} (step {tip.step:,}) seem to be lost, unless somebody removed that data by hand. "
-        f"Stop the job and put them back from a copy of the log if there is one; else {goes_on}"
+    kept = {one.slot for one in chain[-keep.last :]}
+    if keep.every is not None:
+        firsts: dict[int, int] = {}
+        for one in chain:
+            if one.step >= keep.every:
+                firsts.setdefault(one.step // keep.every, one.slot)
+        kept |= set(firsts.values())
+    return frozenset(kept | {one.slot for one in best_first(chain, keep.best_is)[: keep.best]})
+
+
+def best_first(checkpoints: Iterable[Manifest], best_is: Literal["lowest", "highest"]) -> list[Manifest]:
+    """Return the ``checkpoints`` that have a metric other than NaN, the best first; of equal ones the newest first."""
+    sign = 1.0 if best_is == "lowest" else -1.0
+    rated = [
+        (sign * one.metric, -one.slot, one) for one in checkpoints if one.metric is not None and not isnan(one.metric)
+    ]
+    return [one for _, _, one in sorted(rated, key=lambda row: row[:2])]
+
+
+def kept_ever_since(commits: Sequence[Manifest], tip: int) -> frozenset[int]:
+    """Return the slots of the history that ends with ``tip`` whose data no commit was allowed to remove.
+
+    ``commits`` are all commits of a log, in its order. Each commit removed the data that its rule did not keep in its
+    own history. This includes the commits of branches that were abandoned later.
+    """
+    by_slot = {one.slot: one for one in commits}
+    kept: dict[int, frozenset[int]] = {}
+    for one in commits:
+        before = kept.get(one.parent, frozenset()) if one.parent is not None else frozenset()
+        chain = [*(by_slot[slot] for slot in sorted(before)), one]
+        kept[one.slot] = frozenset({one.slot}) if one.keep is None else kept_of(chain, one.keep)
+    return frozenset(
+        slot for slot in kept.get(tip, ()) if all(slot in some for other, some in kept.items() if other > slot)
     )

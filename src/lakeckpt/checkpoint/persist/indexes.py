@@ -11,33 +11,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from lakeckpt.checkpoint.persist.history import INDEX, index_path, selection_path
 from lakeckpt.errors import ObjectMissing, SaveFailed, WireError
 from lakeckpt.lake.storage.base import Storage
+from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.tracking.readers import index_of, versions_of
 
 __all__ = ["Document", "documents_of", "filtered", "offer", "save", "write_documents"]
 
 
-class Document(Protocol):
-    """An object that is written under its digest."""
-
-    @property
-    def digest(self) -> str:
-        """The digest of its content."""
-        ...
-
-    def dumps(self) -> bytes:
-        """Return its bytes."""
-        ...
-
-    @classmethod
-    def loads(cls, data: bytes) -> Document:
-        """The document that `dumps` made ``data`` of; `WireError` if it is none."""
-        ...
+Document = TableIndex | RowSelection
+"""An object that is written under its digest."""
 
 
 def documents_of(reader: object) -> Mapping[str, Document]:

@@ -20,7 +20,18 @@ from lakeckpt.checkpoint.format.manifest import Begin, Entry, Manifest, Restored
 from lakeckpt.errors import NewerFormat, ObjectExists, ObjectMissing, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
 
-__all__ = ["LOG", "Damage", "LogView", "SlotTaken", "list_slots", "put_entry", "read_entry", "read_log", "slot_path"]
+__all__ = [
+    "LOG",
+    "Damage",
+    "LogView",
+    "SlotTaken",
+    "is_taken",
+    "list_slots",
+    "put_entry",
+    "read_entry",
+    "read_log",
+    "slot_path",
+]
 
 LOG = "log"
 _NAME = re.compile(r"log/([0-9]{10})\.lkc", re.ASCII)
@@ -102,9 +113,18 @@ def list_slots(storage: Storage, *, taken: int = -1) -> list[int]:
     listed = sorted(int(match.group(1)) for match in found if match is not None)
     if taken < 0 or (listed and listed[-1] >= taken):
         return listed
-    while _is_taken(storage, taken + 1):
+    while is_taken(storage, taken + 1):
         taken += 1
     return list(range(taken + 1))
+
+
+def is_taken(storage: Storage, slot: int) -> bool:
+    """Return whether a slot has an entry. It reads one byte."""
+    try:
+        storage.read(slot_path(slot), 0, 1)
+    except ObjectMissing:
+        return False
+    return True
 
 
 def read_entry(storage: Storage, slot: int) -> Entry:
@@ -173,14 +193,6 @@ def put_entry(storage: Storage, entry: Entry) -> None:
                 return
             if not tries_left:
                 raise
-
-
-def _is_taken(storage: Storage, slot: int) -> bool:
-    try:
-        storage.read(slot_path(slot), 0, 1)
-    except ObjectMissing:
-        return False
-    return True
 
 
 def _lies_there(storage: Storage, path: str, data: bytes) -> bool:

@@ -22,12 +22,12 @@ from lakeckpt.checkpoint.format.parts import (
     Outline,
     PartRecord,
     SaveId,
+    SlabRecord,
     TensorRecord,
     TreeRecord,
-    file_digest,
 )
 from lakeckpt.checkpoint.format.slabs import SLAB_BYTES, digests_of_slabs, slab_specs
-from lakeckpt.checkpoint.format.tensor_file import layout
+from lakeckpt.checkpoint.format.tensor_file import FileLayout, layout
 from lakeckpt.checkpoint.persist.unchanged import Earlier, Wanted
 from lakeckpt.checkpoint.state.staged import StagedTensor
 from lakeckpt.errors import SaveFailed
@@ -36,6 +36,8 @@ from lakeckpt.lake.storage.base import Storage
 __all__ = ["OwnedTensor", "persist"]
 
 FILE_BYTES = 256 * 2**20
+_Place = tuple[int, int]
+"""The index of a slab's file in the part, and the offset of the slab's first byte in the file."""
 _WRITE_THREADS = 4
 
 
@@ -83,31 +85,25 @@ def persist(
     slabs = [_slabs_of(one.staged) for one in tensors]
     every = [slab for some in slabs for slab in some]
     kept = earlier.found(slab.wanted for slab in every)
-    referred = list({file.path: file for file in kept.values()}.values())
     new = [slab for slab in every if slab.wanted not in kept]
     # What did not change lies apart from what did, so that its files are still needed next time.
     packs = [
         *_packed([slab for slab in new if slab.wanted in earlier.places]),
         *_packed([slab for slab in new if slab.wanted not in earlier.places]),
     ]
-    with ThreadPoolExecutor(1 + _WRITE_THREADS, thread_name_prefix="lakeckpt-persist") as pool:
-        asked = pool.submit(intact)
-        jobs = [pool.submit(_write, storage, save, rank, index, pack) for index, pack in enumerate(packs)]
-        files = [job.result() for job in jobs]
-        asked.result()
-    numbers = {file.path: len(packs) + index for index, file in enumerate(referred)}
-    at = {wanted: numbers[file.path] for wanted, file in kept.items()}
-    at |= {slab.wanted: index for index, pack in enumerate(packs) for slab in pack}
+    files, places = _write_all(storage, save, rank, packs, intact)
+    referred = sorted({slab.file for slab in kept.values()})
+    numbers = {file: len(files) + index for index, file in enumerate(referred)}
+    places |= {wanted: (numbers[slab.file], slab.at) for wanted, slab in kept.items()}
     part = PartRecord(
         run=run,
         save=save,
         rank=rank,
         world_size=world_size,
         cut=cut,
-        files=(*files, *referred),
-        tensors=tuple(_record(one, some, at) for one, some in zip(tensors, slabs, strict=True)),
+        files=(*files, *(earlier.files[file] for file in referred)),
+        tensors=tuple(_record(one, some, places) for one, some in zip(tensors, slabs, strict=True)),
         trees=tuple(trees),
-        slab_bytes=SLAB_BYTES,
         outline=outline,
     )
     storage.put(save.part_path(rank), [part.to_bytes()])
@@ -125,14 +121,14 @@ def _slabs_of(tensor: StagedTensor) -> list[_Slab]:
     ]
 
 
-def _record(tensor: OwnedTensor, slabs: Sequence[_Slab], at: Mapping[Wanted, int]) -> TensorRecord:
-    return TensorRecord.of(
-        tensor.staged.spec,
-        tensor.staged.digest,
-        [(at[slab.wanted], slab.digest) for slab in slabs],
-        tensor.ranks,
-        slab_bytes=SLAB_BYTES,
-    )
+def _record(tensor: OwnedTensor, slabs: Sequence[_Slab], places: Mapping[Wanted, _Place]) -> TensorRecord:
+    records, start = [], 0
+    for slab in slabs:
+        file, at = places[slab.wanted]
+        records.append(SlabRecord(spec=slab.spec, start=start, digest=slab.digest, file=file, at=at))
+        start += slab.spec.size_bytes
+    staged = tensor.staged
+    return TensorRecord(spec=staged.spec, digest=staged.digest, slabs=tuple(records), ranks=tensor.ranks)
 
 
 def _packed(slabs: Sequence[_Slab]) -> Iterator[list[_Slab]]:
@@ -148,14 +144,33 @@ def _packed(slabs: Sequence[_Slab]) -> Iterator[list[_Slab]]:
         yield pack
 
 
-def _write(storage: Storage, save: SaveId, rank: int, index: int, pack: list[_Slab]) -> FileRecord:
-    plan = layout(one.spec for one in pack)
+def _write_all(
+    storage: Storage, save: SaveId, rank: int, packs: Sequence[list[_Slab]], intact: Callable[[], None]
+) -> tuple[list[FileRecord], dict[Wanted, _Place]]:
+    """Write a file for each of ``packs``, several at once. Return the files, and the place of each slab in them."""
+    plans = [layout(slab.spec for slab in pack) for pack in packs]
+    with ThreadPoolExecutor(1 + _WRITE_THREADS, thread_name_prefix="lakeckpt-persist") as pool:
+        asked = pool.submit(intact)
+        jobs = [
+            pool.submit(_write, storage, save, rank, index, pack, plan)
+            for index, (pack, plan) in enumerate(zip(packs, plans, strict=True))
+        ]
+        files = [job.result() for job in jobs]
+        asked.result()
+    places = {
+        slab.wanted: (index, plan.starts[slab.spec.key])
+        for index, (pack, plan) in enumerate(zip(packs, plans, strict=True))
+        for slab in pack
+    }
+    return files, places
+
+
+def _write(storage: Storage, save: SaveId, rank: int, index: int, pack: list[_Slab], plan: FileLayout) -> FileRecord:
     by_key = {one.spec.key: one for one in pack}
-    ordered = [by_key[slab.key] for slab in plan.slabs]
+    ordered = [by_key[key] for key in plan.starts]
     head_digest = short_digest(plan.head)
-    digest = file_digest(head_digest, [one.digest for one in ordered])
-    path = save.object_path(rank, index, digest)
+    path = save.object_path(rank, index, short_digest(head_digest, *(one.digest for one in ordered)))
     written = storage.put(path, [plan.head, *(one.data for one in ordered)])
     if written != plan.size_bytes:
         raise SaveFailed(f"{path}: the store says it took {written} bytes of {plan.size_bytes}")
-    return FileRecord(path=path, size_bytes=plan.size_bytes, head_digest=head_digest, digest=digest)
+    return FileRecord(path=path, size_bytes=plan.size_bytes, head_bytes=len(plan.head), head_digest=head_digest)

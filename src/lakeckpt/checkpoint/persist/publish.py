@@ -34,7 +34,7 @@ from lakeckpt.checkpoint.format.verified_reads import fetch_part
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.agreement import Agreement, agree
 from lakeckpt.checkpoint.persist.attempt import Attempt, Tip
-from lakeckpt.checkpoint.persist.commit import Expected, Verify, await_commit, collect_parts, verify_objects
+from lakeckpt.checkpoint.persist.commit import Expected, await_commit, collect_parts, verify_objects
 from lakeckpt.checkpoint.persist.log import read_entry
 from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.persist.retention import Retention
@@ -86,8 +86,6 @@ class Settings:
 
     keep: Keep
     """Which checkpoints keep their data."""
-    verify: Verify
-    """What the committer compares of the written objects: their ``"sizes"``, or all ``"bytes"``, read again."""
     timeout_s: float
     """How long a rank waits for the part or the commit of another rank."""
 
@@ -289,7 +287,10 @@ class Publisher:
             self.tip.put(manifest)
         except Exception as error:
             self._still()
-            self.tip.refuse_later()  # a successor removes what this attempt has not committed yet
+            with contextlib.suppress(StorageError):  # a successor removes what this attempt has not committed yet
+                late = [one for one in self.tip.catch_up() if one.save == save]
+                if late:
+                    return late[0]  # only the answer was lost
             if not isinstance(error, OSError):
                 self._tell_others(save, error)
                 raise
@@ -313,7 +314,7 @@ class Publisher:
             timeout_s=self._settings.timeout_s,
             still=self._still,
         )
-        verify_objects(self._storage, parts, verify=self._settings.verify)
+        verify_objects(self._storage, parts)
         self._retention.remember(refs, parts)
         return Manifest(
             run=self.attempt.run,

@@ -48,17 +48,15 @@ class RecordTalk(Rounds):
         waiter: Waiter,
         timeout_s: float,
         still: Callable[[], None] = lambda: None,
-        linger_s: float = 0.0,
         pause_s: float = LONGEST_S,
     ) -> None:
         """``still``: called whenever nothing was found yet; raises where there is nobody to wait for any more.
-        ``linger_s``: how much longer than ``timeout_s`` others may take until they begin. ``pause_s``: the longest
-        pause between two looks."""
+        ``pause_s``: the longest pause between two looks."""
         super().__init__(rank=rank, world_size=world_size)
         self._storage, self._save = storage, save
         self._folder = f"{PARTS}/{save.folder}"
         self._waiter, self._timeout_s = waiter, timeout_s
-        self._still, self._linger_s, self._pause_s = still, linger_s, pause_s
+        self._still, self._pause_s = still, pause_s
 
     def state_alone(self, facts: Mapping[str, str]) -> None:
         """Take part in a round without waiting for it: rank 0 answers with its own facts."""
@@ -94,14 +92,13 @@ class RecordTalk(Rounds):
             self._still()
             return None
 
-        timeout_s = self._timeout_s + self._linger_s
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-records") as pool:
-            is_complete = poll(look, waiter=self._waiter, timeout_s=timeout_s, longest_s=self._pause_s)
+            is_complete = poll(look, waiter=self._waiter, timeout_s=self._timeout_s, longest_s=self._pause_s)
         if is_complete is None:
             silent = ranks_of(rank for path, rank in names.items() if path not in found)
             raise MissingRanksError(
                 f"{name_ranks(silent)} of {self.world_size} wrote nothing of the save of step {self._save.step} within "
-                f"{timeout_s:g} s: see the logs of their agents; nothing was committed"
+                f"{self._timeout_s:g} s: see the logs of their agents; nothing was committed"
             )
         return [found[path] for path in names]
 
@@ -116,8 +113,7 @@ class RecordTalk(Rounds):
                 self._still()
                 return None
 
-        # Rank 0 waits for all others first, as long as it may.
-        timeout_s = 2 * self._timeout_s + self._linger_s
+        timeout_s = 2 * self._timeout_s  # rank 0 waits for all others first, as long as it may
         answer = poll(look, waiter=self._waiter, timeout_s=timeout_s, longest_s=self._pause_s)
         if answer is None:
             raise MissingRanksError(

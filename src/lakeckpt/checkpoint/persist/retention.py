@@ -13,12 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from lakeckpt.checkpoint.format.manifest import Manifest, PartRef
 from lakeckpt.checkpoint.format.parts import OBJECTS, PARTS, PartRecord, SaveId
-from lakeckpt.checkpoint.keep import Keep, kept_of
-from lakeckpt.checkpoint.persist.log import read_entry, read_log, slot_path
+from lakeckpt.checkpoint.keep import Keep
+from lakeckpt.checkpoint.persist.history import kept_of
+from lakeckpt.checkpoint.persist.log import is_taken, read_entry, read_log, slot_path
 from lakeckpt.errors import CheckpointDamaged, ObjectMissing, WireError
 from lakeckpt.lake.storage.base import ObjectInfo, Storage, delete_all
 
@@ -28,35 +28,12 @@ _READ_THREADS = 16
 _FOLDER = re.compile(r"(?:parts|objects)/([0-9]{10})/([0-9]{12})-([0-9]{6})/[^/]+", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Committed:
-    """The values of a commit that retention needs."""
-
-    slot: int
-    parent: int | None
-    step: int
-    metric: float | None
-    save: SaveId
-    parts: tuple[PartRef, ...]
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> _Committed:
-        return cls(
-            slot=manifest.slot,
-            parent=manifest.parent,
-            step=manifest.step,
-            metric=manifest.metric,
-            save=manifest.save,
-            parts=manifest.parts,
-        )
-
-
 class Retention:
     """Removes data of one run. Remembers what it has read of the log, whose entries never change."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._known: dict[int, _Committed] = {}
+        self._known: dict[int, Manifest] = {}
         self._has_read_all = False
         self._files: dict[str, frozenset[str]] = {}  # part → the files that it names
 
@@ -71,14 +48,14 @@ class Retention:
 
         Raises `CheckpointDamaged` if a record of what is needed cannot be read: then everything stays.
         """
-        self._known[newest.slot] = _Committed.of(newest)
+        self._known[newest.slot] = newest
         objects, parts = self._storage.list(OBJECTS), self._storage.list(PARTS)
         kept = self._kept(newest, keep, there={save for info in parts if (save := _save_of(info)) is not None})
         needed = self._needed(kept)
         saves = {one.save for one in kept}
         gone = [info.path for info in (*objects, *parts) if _may_go(info, newest=newest, kept=saves)]
         doomed = [path for path in gone if path not in needed]
-        if doomed and _slot_is_taken(self._storage, newest.slot + 1):  # asked last: a restore may have begun by now
+        if doomed and is_taken(self._storage, newest.slot + 1):  # asked last: a restore may have begun by now
             return 0  # superseded: nothing is ours to remove
         delete_all(self._storage, doomed)
         return len(doomed)
@@ -87,10 +64,10 @@ class Retention:
         """Remove the files of tensors of a save that was not committed, and that no rank works at any more."""
         delete_all(self._storage, [info.path for info in self._storage.list(f"{OBJECTS}/{save.folder}")])
 
-    def _kept(self, newest: Manifest, keep: Keep, there: set[SaveId]) -> list[_Committed]:
+    def _kept(self, newest: Manifest, keep: Keep, there: set[SaveId]) -> list[Manifest]:
         """Return the checkpoints that must stay."""
         if keep.looks_back and not self._has_read_all:
-            self._known |= {one.slot: _Committed.of(one) for one in read_log(self._storage).manifests}
+            self._known |= {one.slot: one for one in read_log(self._storage).manifests}
             self._has_read_all = True
         chain = [self._known[newest.slot]]
         while chain[-1].parent is not None and (keep.looks_back or len(chain) < keep.last):
@@ -99,7 +76,7 @@ class Retention:
         slots = kept_of(whole, keep)
         return [one for one in whole if one.slot in slots]
 
-    def _needed(self, kept: Sequence[_Committed]) -> frozenset[str]:
+    def _needed(self, kept: Sequence[Manifest]) -> frozenset[str]:
         """Return the files that the parts of ``kept`` name."""
         refs = {ref.path: (one.save, ref) for one in kept for ref in one.parts}
         self._files = {path: files for path, files in self._files.items() if path in refs}
@@ -120,7 +97,7 @@ class Retention:
             raise _unreadable(path, f"of the checkpoint of step {save.step}", "it is another's")
         return frozenset(file.path for file in part.files)
 
-    def _read(self, slot: int) -> _Committed:
+    def _read(self, slot: int) -> Manifest:
         if slot not in self._known:
             try:
                 entry = read_entry(self._storage, slot)
@@ -128,7 +105,7 @@ class Retention:
                 raise _unreadable(slot_path(slot), "of the log", error) from error
             if not isinstance(entry, Manifest):
                 raise _unreadable(slot_path(slot), "of the log", "it is no commit")
-            self._known[slot] = _Committed.of(entry)
+            self._known[slot] = entry
         return self._known[slot]
 
 
@@ -137,14 +114,6 @@ def _unreadable(path: str, of: str, why: object) -> CheckpointDamaged:
         f"{path} {of} cannot be read ({why}), and it names what must stay: so everything stays until it can be read, "
         "or the rule (keep=) does not need it any more. `lakeckpt verify` lists what else is damaged"
     )
-
-
-def _slot_is_taken(storage: Storage, slot: int) -> bool:
-    try:
-        storage.read(slot_path(slot), 0, 1)
-    except ObjectMissing:
-        return False
-    return True
 
 
 def _save_of(info: ObjectInfo) -> SaveId | None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
-from lakeckpt.checkpoint.format.parts import FileRecord, PartRecord
+from lakeckpt.checkpoint.format.parts import FileRecord, PartRecord, SlabRecord
 
 __all__ = ["Earlier", "Wanted"]
 
@@ -33,26 +33,26 @@ class Earlier:
     """The files of the last committed part of a rank, and which slabs lie in them."""
 
     files: tuple[FileRecord, ...] = ()
-    places: Mapping[Wanted, int] = field(default_factory=dict)
-    """(spec, digest) → which of ``files`` holds it."""
+    places: Mapping[Wanted, SlabRecord] = field(default_factory=dict)
+    """(spec, digest) → the slab in ``files``."""
 
     @classmethod
     def of(cls, part: PartRecord) -> Earlier:
         """Return the files of ``part``, which was committed."""
-        places = {(slab.spec, slab.digest): slab.file for one in part.tensors for slab in one.slabs}
+        places = {(slab.spec, slab.digest): slab for one in part.tensors for slab in one.slabs}
         return cls(files=part.files, places=places)
 
-    def found(self, wanted: Iterable[Wanted]) -> dict[Wanted, FileRecord]:
-        """Return the ``wanted`` slabs that need not be written, with the file that holds each.
+    def found(self, wanted: Iterable[Wanted]) -> dict[Wanted, SlabRecord]:
+        """Return the ``wanted`` slabs that need not be written, with the place of each in ``files``.
 
         Slabs without bytes are written again: that costs nothing, and keeps no file.
         """
         by_file: defaultdict[int, list[Wanted]] = defaultdict(list)
         for one in wanted:
             if one in self.places and one[0].size_bytes:
-                by_file[self.places[one]].append(one)
+                by_file[self.places[one].file].append(one)
         return {
-            one: self.files[file]
+            one: self.places[one]
             for file, ones in by_file.items()
             if sum(spec.size_bytes for spec, _ in ones) >= _LEAST_LIVE * self.files[file].size_bytes
             for one in ones

@@ -27,18 +27,17 @@ from typing import Literal
 from lakeckpt import __version__
 from lakeckpt.checkpoint.format.begins import said_of
 from lakeckpt.checkpoint.format.manifest import Begin, Captured, Manifest, Restored
-from lakeckpt.checkpoint.keep import Keep, best_first
+from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.commit import superseded
 from lakeckpt.checkpoint.persist.history import (
     at_work,
+    best_first,
     folders_there,
     has_obeyed,
     history_of,
     not_rolled_back,
-    removed_by_the_unknown,
 )
 from lakeckpt.checkpoint.persist.log import (
-    LOG,
     Damage,
     LogView,
     SlotTaken,
@@ -173,14 +172,6 @@ class Chooser(LogReader):
         step = self._obeys()
         return self._newest() if step is None else self._rolled_back(step)
 
-    def find_lost(self) -> dict[str, str]:
-        """Return why newer entries of the log seem to be ``lost``, if something says so; after `choose`."""
-        try:
-            there = folders_there(self._storage)
-        except StorageError:  # no reason to refuse a restore
-            return {"lost": ""}
-        return {"lost": removed_by_the_unknown(history_of(self.view), there)}
-
     def _offer(self, chosen: Manifest | None) -> Offer | None:
         if chosen is not None and is_carried_over(self._storage, chosen):
             return None  # somebody carried the place of this checkpoint over: it is this one that is to be restored
@@ -199,7 +190,6 @@ class Chooser(LogReader):
             if self.has_grown():
                 self.look()
                 return self._newest()
-            self.report_lost(self.find_lost()["lost"])
             raise CheckpointDamaged(
                 f"no checkpoint of this run is whole, and starting anew would hide that:{self.listing()}\n"
                 f"Mend the storage, or start a run at another place{self._behind_an_order(commits)}"
@@ -279,7 +269,7 @@ class Chooser(LogReader):
             write_id=uuid.uuid4().hex,
             host=socket.gethostname(),
             pid=os.getpid(),
-            given_up=dict(skipped),
+            skipped=dict(skipped),
             captured=captured,
             rolled_back_to=int(choice["obeys"]) if choice["obeys"] else None,
         )
@@ -295,11 +285,6 @@ class Chooser(LogReader):
         """Warn of a cut in memory that is not damaged, and cannot be restored."""
         for reason in reasons if self._speaker else ():
             warnings.warn(_UNFIT.format(captured.step, captured.attempt, reason), DamageWarning, stacklevel=6)
-
-    def report_lost(self, reason: str) -> None:
-        """Report that newer entries of the log seem to be lost (`find_lost`)."""
-        if reason:
-            self.report(Damage(path=LOG, reason=reason))
 
 
 def too_often_removed(storage: Storage) -> CheckpointNotFound:

@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.format.manifest import Manifest, Restored
-from lakeckpt.checkpoint.keep import kept_ever_since
-from lakeckpt.checkpoint.persist.history import folders_there, not_rolled_back
+from lakeckpt.checkpoint.persist.history import folders_there, kept_ever_since, not_rolled_back
 from lakeckpt.checkpoint.persist.log import LogView, SlotTaken, put_entry, read_log
 from lakeckpt.errors import AttemptSuperseded, CheckpointNotFound
 from lakeckpt.lake.storage.base import Storage, describe

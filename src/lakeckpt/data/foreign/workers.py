@@ -1,4 +1,4 @@
-"""This module reads a dataset in the worker processes of somebody else's DataLoader.
+"""This module reads a dataset in the worker processes of another DataLoader.
 
 Worker w of n yields every n-th micro-batch of its rank (steps w, w + n, …), so that torch's round robin over workers
 restores the order of micro-batches. Each iteration is one whole epoch: the one that `SharedEpoch` holds, which the main

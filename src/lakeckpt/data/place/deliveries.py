@@ -40,20 +40,6 @@ class ReadAheadWarning(ConsumptionWarning):
 class Deliveries:
     """Counts what one loader has delivered in this process."""
 
-    __slots__ = (
-        "__weakref__",
-        "_count",
-        "_fresh",
-        "_iteration",
-        "_name",
-        "_over",
-        "_primed",
-        "_recent",
-        "_row_wise",
-        "_steps",
-        "_threads",
-    )
-
     def __init__(self, *, row_wise: bool = False) -> None:
         self._row_wise = row_wise
         self._count, self._recent, self._fresh, self._over = 0, 0, False, False

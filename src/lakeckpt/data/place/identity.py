@@ -1,13 +1,14 @@
 """This module makes the identity of a dataset's order of rows, and says in words how two identities differ.
 
-`IdentityOf` makes a dataset's `Identity` when it is asked, because rows that are filtered must be counted first.
+`Pinned` is a version of the table as a dataset reads it. It makes the `Identity` of the order of its rows when it is
+asked, because rows that are filtered must be counted first.
 `differing` names the fields in which a state's identity differs from the dataset's, and `at_version` takes an identity
 to another table version. The module reads no rows itself, and starts no threads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
@@ -16,29 +17,65 @@ from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.state import Identity
 from lakeckpt.data.place.selecting import Selecting
 from lakeckpt.errors import ConfigError
+from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.columns.convert import Nulls, check_convertible
+from lakeckpt.reading.filters.row_filter import Filters, RowFilter, row_filter
+from lakeckpt.reading.filters.selection import RowSelection
+from lakeckpt.reading.windows.decode import select_columns
 
-__all__ = ["IdentityOf", "at_version", "differing"]
+__all__ = ["Pinned", "at_version", "differing"]
 
 
-@dataclass(frozen=True, slots=True)
-class IdentityOf:
-    """Makes the identity of a dataset; ConfigError where an endless stream would have no row."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned:
+    """A version of a table, as a dataset reads it.
+
+    Raises `SchemaError` and `ConfigError` where the version cannot be read so.
+    """
 
     table: Table
-    selecting: Selecting | None
+    columns: list[str] | None
+    """None: all of the version."""
+    nulls: Nulls | None
+    """None: Arrow columns are given as they are."""
+    filters: Filters | None
     spec: OrderSpec
     tail: Tail
     endless: bool
+    selecting: Selecting | None = field(init=False)
+    """None: every row is read."""
+
+    def __post_init__(self) -> None:
+        if self.nulls is not None:
+            check_convertible(select_columns(self.table.schema, self.columns), nulls=self.nulls)
+        keep = None if self.filters is None else row_filter(self.filters, self.table.schema)
+        object.__setattr__(self, "selecting", None if keep is None else Selecting(self.table, keep))
+
+    def at(self, index: TableIndex) -> Pinned:
+        """Return the version of the table that ``index`` pins, read in the same way."""
+        return replace(self, table=self.table.at(index))
 
     @property
-    def kept(self) -> str:
-        """The filter, for people; empty where there is none."""
-        return "" if self.selecting is None else str(self.selecting.filter)
+    def row_filter(self) -> RowFilter | None:
+        """The filter, as it was understood; None: every row is read."""
+        return None if self.selecting is None else self.selecting.filter
 
-    def __call__(self) -> Identity:
-        """The identity; counts the rows that a filter keeps, if nobody has."""
-        found = None if self.selecting is None else self.selecting.get()
+    @property
+    def selection(self) -> RowSelection | None:
+        """The rows that the filter keeps, counted if need be; None without a filter."""
+        return None if self.selecting is None else self.selecting.get()
+
+    def offer(self, found: RowSelection) -> bool:
+        """Take a saved selection instead of counting; return whether it was needed, and is of this version."""
+        return self.selecting is not None and self.selecting.offer(found)
+
+    def identity(self) -> Identity:
+        """Return the identity of the order of rows. Counts the rows that a filter keeps, unless they are counted.
+
+        Raises `ConfigError` where an endless stream would have no row, and what counting raises.
+        """
+        found = self.selection
         rows = self.table.num_rows if found is None else found.num_rows
         if self.endless and not rows:
             raise ConfigError(f"endless=True needs at least one row, and the filter {found and found.text} keeps none")
@@ -79,12 +116,12 @@ def at_version(mine: Identity, its: Identity) -> Identity:
 
 
 def _selections(mine: str, its: str, kept: str) -> str:
-    said = _WORDS.format(repr(mine), repr(its))
+    both = _WORDS.format(repr(mine), repr(its))
     if not its:
-        return f"{said}: the state is of every row, and this dataset has a filter ({kept})"
+        return f"{both}: the state is of every row, and this dataset has a filter ({kept})"
     if not mine:
-        return f"{said}: the state is of the rows that a filter keeps, and this dataset has none"
+        return f"{both}: the state is of the rows that a filter keeps, and this dataset has none"
     return (
-        f"{said}: the filter of this dataset, {kept}, keeps other rows than were counted for the state. The filter "
+        f"{both}: the filter of this dataset, {kept}, keeps other rows than were counted for the state. The filter "
         f"changed, or another pyarrow than {pa.__version__} counted"
     )

@@ -16,7 +16,7 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import MAX_EPOCH, Identity, ReaderState
 from lakeckpt.data.options import OVERRIDABLE, check_lanes
 from lakeckpt.data.place.deliveries import Deliveries
-from lakeckpt.data.place.identity import IdentityOf, at_version, differing
+from lakeckpt.data.place.identity import Pinned, at_version, differing
 from lakeckpt.data.place.runs import Runs
 from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
 
@@ -28,7 +28,7 @@ class Progress:
 
     def __init__(
         self,
-        identity: Identity | IdentityOf,
+        identity: Identity | Pinned,
         *,
         batch_size: int,
         num_lanes: int | None,
@@ -37,8 +37,8 @@ class Progress:
         moves: bool = False,
     ) -> None:
         self._moves = moves
-        self._identity: Identity | IdentityOf
-        self._later: Identity | IdentityOf | None = None
+        self._identity: Identity | Pinned
+        self._later: Identity | Pinned | None = None
         self._pin(identity)
         self.last_receipt: Receipt | None = None
         self.over = False
@@ -60,8 +60,8 @@ class Progress:
     @property
     def identity(self) -> Identity:
         """The identity of the order of rows. Where rows are filtered, asking for it counts them."""
-        if isinstance(self._identity, IdentityOf):
-            self._identity = self._identity()
+        if isinstance(self._identity, Pinned):
+            self._identity = self._identity.identity()
         return self._identity
 
     @property
@@ -171,10 +171,8 @@ class Progress:
             raise StateMismatch(
                 "the reader state belongs to another order of rows than that of this dataset. They differ in "
                 + "; ".join(rejected)
-                + ". "
-                "Open the dataset with the values of the state, or list the fields to override in "
-                f"ReadOptions(accept_changes=[…]) "
-                f"({', '.join(sorted(OVERRIDABLE))} can be overridden)."
+                + ". Open the dataset with the values of the state, or list the fields to override in "
+                f"ReadOptions(accept_changes=[…]) ({', '.join(sorted(OVERRIDABLE))} can be overridden)."
             )
         check_place(given, ahead=ahead)
         if self.identity.tail != state.identity.tail:
@@ -199,7 +197,7 @@ class Progress:
             self._set(self._start_of(epoch, self._state))
             self._settled = None  # at an end there was nothing to plan anew: it is of the topology before
 
-    def move_to(self, identity: Identity | IdentityOf) -> None:
+    def move_to(self, identity: Identity | Pinned) -> None:
         """Read the epoch at hand, of which nothing has been delivered, in the order of another table version."""
         assert self.at_start, "a version is never changed inside of an epoch"
         epoch = self.epoch
@@ -210,7 +208,7 @@ class Progress:
             self._set(self._start_of(epoch, self._state))
             self._settled = None
 
-    def read_rest(self, later: Identity | IdentityOf) -> None:
+    def read_rest(self, later: Identity | Pinned) -> None:
         """Note that the identity at hand is of the rest of one epoch; later epochs are in the order of ``later``."""
         self._later = later
 
@@ -219,7 +217,7 @@ class Progress:
             self._pin(self._later)
             self._later = None
 
-    def repin(self, identity: Identity | IdentityOf) -> Callable[[], None]:
+    def repin(self, identity: Identity | Pinned) -> Callable[[], None]:
         """Go on in the order of another table version; a state is loaded next. Return a function that undoes it."""
         before = {**self.__dict__, "_begun": self.runs.copy()}
         self._pin(identity)
@@ -234,9 +232,9 @@ class Progress:
 
         return undo
 
-    def _pin(self, identity: Identity | IdentityOf) -> None:
+    def _pin(self, identity: Identity | Pinned) -> None:
         self._identity = identity
-        self._kept = identity.kept if isinstance(identity, IdentityOf) else ""
+        self._kept = str(identity.row_filter) if isinstance(identity, Pinned) else ""
 
     def begin_iteration(self) -> int:
         """Return a number for the iteration that begins; `check` refuses those of earlier ones."""

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.state import ReaderState
 from lakeckpt.data.place.deliveries import Deliveries
-from lakeckpt.data.place.versions import Fit, Pinned
+from lakeckpt.data.place.identity import Pinned
+from lakeckpt.data.place.versions import Fit
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.row_filter import RowFilter
@@ -38,19 +39,9 @@ class LoaderReader:
         return self._loader.table
 
     @property
-    def identity(self) -> Identity:
-        """The identity of the order of rows."""
-        return self._loader.identity
-
-    @property
     def row_filter(self) -> RowFilter | None:
         """The filter; None: every row is read."""
-        return self._loader.row_filter
-
-    @property
-    def selection(self) -> RowSelection | None:
-        """The rows that the filter keeps, counted if need be."""
-        return self._loader.selection
+        return self._loader.dataset.row_filter
 
     @property
     def num_workers(self) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,13 +22,11 @@ from torch.utils.data import get_worker_info
 
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.count import count_rows
-from lakeckpt.reading.filters.decoder import KeptRows
 from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
 
 __all__ = ["Selecting"]
 
-Progress = Callable[[int, int], None]
 _PATIENCE = timedelta(minutes=30)
 """A rank waits for the counts of another rank for so long."""
 
@@ -37,19 +34,10 @@ _PATIENCE = timedelta(minutes=30)
 class Selecting:
     """The rows that ``keep`` keeps of ``table``; counted when `get` is first called, in whichever process."""
 
-    def __init__(self, table: Table, keep: RowFilter, *, progress: Progress | None = None) -> None:
+    def __init__(self, table: Table, keep: RowFilter) -> None:
         self.table = table
         self.filter = keep
-        self._progress = progress
         self._found: RowSelection | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_progress": None}  # a process that is started could not call it
-
-    @property
-    def kept(self) -> KeptRows:
-        """The filter and its counts, for a decoder."""
-        return KeptRows(filter=self.filter, counts=self.get())
 
     def get(self) -> RowSelection:
         """Return the selection: known, found by another rank, or counted now. Raises what counting raises."""
@@ -71,7 +59,7 @@ class Selecting:
         return True
 
     def _count(self) -> RowSelection:
-        return count_rows(self.table, self.filter, progress=self._progress)[0]
+        return count_rows(self.table, self.filter)[0]
 
     def _count_in_worker(self) -> RowSelection:
         warnings.warn(

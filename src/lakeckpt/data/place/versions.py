@@ -11,51 +11,21 @@ does), and starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from lakeckpt.core.lanes import Tail
-from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.options import ReadOptions
 from lakeckpt.data.place.broadcast import found_by_first
-from lakeckpt.data.place.identity import IdentityOf
+from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.place.selecting import Selecting
 from lakeckpt.data.source import BatchSource
 from lakeckpt.errors import ConfigError, DataFileChanged, SchemaError, StateMismatch, TableError, TableVersionGone
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
-from lakeckpt.reading.columns.convert import check_convertible
-from lakeckpt.reading.filters.row_filter import Filters, RowFilter, row_filter
-from lakeckpt.reading.filters.selection import RowSelection
-from lakeckpt.reading.windows.decode import select_columns
 
-__all__ = ["Fit", "Pinned", "Pinning", "Versions", "check_moves"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pinned:
-    """A version of the table, as a dataset reads it."""
-
-    table: Table
-    selecting: Selecting | None
-    identity: IdentityOf
-
-    @property
-    def row_filter(self) -> RowFilter | None:
-        """The filter, as it was understood; None: every row is read."""
-        return None if self.selecting is None else self.selecting.filter
-
-    def offer(self, found: RowSelection) -> bool:
-        """Take a saved selection instead of counting; return whether it was needed, and is of this version."""
-        return self.selecting is not None and self.selecting.offer(found)
-
-    @property
-    def selection(self) -> RowSelection | None:
-        """The rows that the filter keeps, counted if need be; None without a filter."""
-        return None if self.selecting is None else self.selecting.get()
+__all__ = ["Fit", "Versions", "check_moves"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,31 +39,6 @@ class Fit:
     ``index`` excludes the same row groups."""
     given_up: str = ""
     """The reason for which the rest of the state's epoch is dropped and the next epoch begun; empty: it is not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pinning:
-    """The way in which a dataset reads every version of its table."""
-
-    columns: Sequence[str] | None
-    """None: all of each version."""
-    nulls: Literal["error", "mask"] | None
-    """None: Arrow columns are given as they are."""
-    filters: Filters | None
-    counting: Callable[[int, int], None] | None
-    spec: OrderSpec
-    tail: Tail
-    endless: bool
-
-    def pin(self, table: Table) -> Pinned:
-        """Return ``table`` as it is read. Raises SchemaError and ConfigError where it cannot be read so."""
-        if self.nulls is not None:
-            names = None if self.columns is None else list(self.columns)
-            check_convertible(select_columns(table.schema, names), nulls=self.nulls)
-        keep = None if self.filters is None else row_filter(self.filters, table.schema)
-        selecting = None if keep is None else Selecting(table, keep, progress=self.counting)
-        identity = IdentityOf(table, selecting, self.spec, self.tail, self.endless)
-        return Pinned(table=table, selecting=selecting, identity=identity)
 
 
 def check_moves(table: Table, options: ReadOptions, *, endless: bool) -> None:
@@ -111,14 +56,12 @@ class Versions:
 
     def __init__(
         self,
-        pinning: Pinning,
         pinned: Pinned,
         source: BatchSource,
         progress: Progress,
         options: ReadOptions,
     ) -> None:
         self.at_hand = pinned
-        self._pinning = pinning
         self._source = source
         self._progress = progress
         self._moves = options.on_new_version == "next_epoch"
@@ -127,12 +70,10 @@ class Versions:
         self._read = {pinned.table.index.digest: pinned}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Only the main process reports its counting, and other processes read one version.
-        read = {self.at_hand.table.index.digest: self.at_hand}
-        return {**self.__dict__, "_pinning": replace(self._pinning, counting=None), "_read": read}
+        return {**self.__dict__, "_read": {self.at_hand.table.index.digest: self.at_hand}}  # workers read one version
 
     def check_worker(self) -> None:
-        """Raise ConfigError in a worker of somebody else's DataLoader, where versions move."""
+        """Raise ConfigError in a worker of another DataLoader, where versions move."""
         if self._moves:
             raise ConfigError(
                 'on_new_version="next_epoch" was asked for, and the workers of a torch DataLoader never learn of a new '
@@ -206,10 +147,10 @@ class Versions:
         """Read the version that ``index`` pins; the place is lost. Return a function that undoes both."""
         before = self.at_hand
         pinned = self._of(index)
-        undo = self._progress.repin(pinned.identity)
+        undo = self._progress.repin(pinned)
         self._go_to(pinned)
         if index.rest is not None:
-            self._progress.read_rest(self._of(index.whole).identity)
+            self._progress.read_rest(self._of(index.whole))
 
         def go_back() -> None:
             self._go_to(before)
@@ -240,7 +181,7 @@ class Versions:
 
     def _continue_with(self, index: TableIndex) -> None:
         pinned = self._of(index)
-        self._progress.move_to(pinned.identity)
+        self._progress.move_to(pinned)
         self._go_to(pinned)
 
     def _newest(self) -> bytes:
@@ -262,24 +203,23 @@ class Versions:
         if known is not None:
             return known
         table = self.at_hand.table
-        missing = [name for name in self._pinning.columns or () if name not in index.schema.names]
+        missing = [name for name in self.at_hand.columns or () if name not in index.schema.names]
         if missing:
             raise SchemaError(
                 f"{index.version} of {table.uri!r} has no column {', '.join(map(repr, missing))}, and the dataset "
                 "reads it: name the columns= that both versions have, or the version to read when the table is opened"
             )
-        return self._pinning.pin(table.at(index))
+        return self.at_hand.at(index)
 
     def _go_to(self, pinned: Pinned) -> None:
         self.at_hand = pinned
         self._read[pinned.table.index.digest] = pinned
-        columns = None if self._pinning.columns is None else list(self._pinning.columns)
-        self._source.pin(pinned.table, columns, pinned.selecting)
+        self._source.pin(pinned)
 
     def _check_types(self, index: TableIndex) -> None:
         """`SchemaError` where a column that is read has another type in the version to move to."""
         table = self.at_hand.table
-        for name in self._pinning.columns or [name for name in index.schema.names if name in table.schema.names]:
+        for name in self.at_hand.columns or [name for name in index.schema.names if name in table.schema.names]:
             now, then = index.schema.field(name).type, table.schema.field(name).type
             if now != then:
                 raise SchemaError(

@@ -100,8 +100,6 @@ class _Pickler(pickle.Pickler):
             return self._table(value)
         if value is self._receipt:
             return _Leaves.receipt, ()
-        if isinstance(value, torch.Tensor) and value.layout is torch.jagged and (parts := _jagged(value)):
-            return torch.nested.nested_tensor_from_jagged, parts
         return NotImplemented
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
@@ -183,11 +181,3 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _is_flat(array: npt.NDArray[Any]) -> bool:
     return not array.dtype.hasobject and array.dtype.itemsize > 0
-
-
-def _jagged(tensor: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return (values, offsets) of a jagged tensor as we make them; None for one that is more than that."""
-    if tensor.requires_grad or tensor.lengths() is not None or getattr(tensor, "_ragged_idx", None) != 1:
-        return None
-    values, offsets = tensor.values(), tensor.offsets()
-    return (values, offsets) if _is_plain(values) and _is_plain(offsets) else None

@@ -111,10 +111,10 @@ class Workers:
 
     def _results(self, assignments: Iterator[Assignment], iteration: int) -> Iterator[tuple[Receipt, Any]]:
         for assignment in assignments:
-            if iteration != self._iteration or self.closed:
+            if iteration != self._iteration or self.closed or os.getpid() != self._process:
                 raise StateUnavailable(
-                    "the worker processes of this iterator were ended, or read for a newer iterator: iterate again to "
-                    "go on, iter(loader)"
+                    "the worker processes of this iterator were ended, read for a newer iterator, or answer to the "
+                    "process of which this one is a fork: iterate again to go on, iter(loader)"
                 )
             try:
                 found = self._workers[assignment.owner % len(self._workers)].next(assignment)

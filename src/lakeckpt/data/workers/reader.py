@@ -128,7 +128,7 @@ class WorkerInit:
     worker_init_fn: Callable[[int], None] | None
 
     def __call__(self, _: int) -> None:
-        """Prepare this process. A StopIteration becomes a RuntimeError, which does not end the loop in silence."""
+        """Prepare this process, and call the user's function in it."""
         gc.freeze()  # a collection need not look at what is there now
         _end_with_main()
         info = get_worker_info()
@@ -137,10 +137,7 @@ class WorkerInit:
             id=self.worker, num_workers=self.workers, seed=info.seed, dataset=info.dataset.dataset
         )
         if self.worker_init_fn is not None:
-            try:
-                self.worker_init_fn(self.worker)
-            except StopIteration as error:
-                raise RuntimeError(f"worker_init_fn raised StopIteration in worker {self.worker}") from error
+            self.worker_init_fn(self.worker)
 
 
 def _end_with_main() -> None:
@@ -175,10 +172,8 @@ def _crossing(error: Exception, worker: int) -> Any:
     """Return what crosses for ``error``: ours as it is, with its file and row group; others with their traceback."""
     if isinstance(error, LakeckptError) and _crosses(error):
         return error
-    # As a StopIteration it would end the loop as the end of the rows does.
-    kind = RuntimeError if isinstance(error, StopIteration) else type(error)
     where = f"in DataLoader worker process {worker}"
-    wrapped: Any = ExceptionWrapper((kind, error, error.__traceback__), where=where)  # type: ignore[no-untyped-call]
+    wrapped: Any = ExceptionWrapper((type(error), error, error.__traceback__), where=where)  # type: ignore[no-untyped-call]
     if not _crosses(wrapped):
         wrapped.exc_type = RuntimeError  # the main process cannot find its own class, or cannot make one
     return wrapped

@@ -247,22 +247,16 @@ def _list(array: pa.Array, null: Array | None, path: str, nulls: Nulls) -> Ragge
             sizes[null] = 0
             np.cumsum(sizes, out=offsets[1:])
     field = array.type.field(0)
+    if pa.types.is_map(array.type):
+        elements = _named_as_map(elements)
     values, masks = _column(elements, path + "[]", nullable=field.nullable, nulls=nulls)
-    if pa.types.is_map(array.type) and isinstance(values, dict):
-        values = _named_as_map(values, elements.type)
     return Ragged(values=values, offsets=offsets, masks={"values" + suffix: mask for suffix, mask in masks.items()})
 
 
-def _named_as_map(entries: dict[str, Column[Array]], kind: pa.DataType) -> dict[str, Column[Array]]:
+def _named_as_map(entries: pa.StructArray) -> pa.StructArray:
     """Return the entries of a map under the names ``key`` and ``value``; writers call them differently."""
-    renamed: dict[str, Column[Array]] = {}
-    for old, new in ((kind.field(0).name, "key"), (kind.field(1).name, "value")):
-        renamed |= {new + name[len(old) :]: part for name, part in entries.items() if _belongs(name, old)}
-    return renamed
-
-
-def _belongs(name: str, column: str) -> bool:
-    return name == column or (name.startswith(column + ".") and name.endswith(MASK))
+    fields = [entries.type.field(place).with_name(name) for place, name in enumerate(("key", "value"))]
+    return pa.StructArray.from_arrays(entries.flatten(), fields=fields)
 
 
 def _fixed_size_list(

@@ -6,16 +6,15 @@ statistics may settle row groups (`lakeckpt.reading.filters.prune`). The other r
 columns, and the filter is evaluated on the rows that are not deleted. Bloom filters are not used: pyarrow does not read
 them.
 
-`count_units` starts and joins the threads.
+`count_rows` starts and joins the threads.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +30,10 @@ from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import EVERY, NONE, RowSelection, digested
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 
-__all__ = ["Counted", "Unit", "count_rows", "count_units", "joined", "selection_of", "units_of"]
+__all__ = ["Unit", "count_rows", "units_of"]
 
 Int64Array = npt.NDArray[np.int64]
 Uint64Array = npt.NDArray[np.uint64]
-Progress = Callable[[int, int], None]
 Unit = range
 """Consecutive row groups of one file, by their ordinals in the table."""
 
@@ -44,36 +42,35 @@ _FILES_KEPT = 64
 """More than there are threads, so that threads that count one file share its footer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Counted:
-    """The count of some row groups."""
+def count_rows(table: Table, keep: RowFilter) -> tuple[RowSelection, int]:
+    """Count the rows of ``table`` that ``keep`` keeps, and return how many row groups had to be decoded as well.
 
-    group_rows: Int64Array
-    """For each row group, the number of rows that stay."""
-    group_digests: Uint64Array
-    """For each row group, the digest of the rows that stay."""
-    decoded: int = 0
-    """How many of the row groups were decoded. Partition values and statistics settled the others."""
-
-
-def count_rows(table: Table, keep: RowFilter, *, progress: Progress | None = None) -> tuple[RowSelection, Counted]:
-    """Count the rows of ``table`` that ``keep`` keeps; ``progress(row groups done, row groups)`` is called meanwhile.
-
-    Raises as `RowGroupDecoder.decode` does.
+    16 threads count in local folders, else 48, of which most wait for the store. Raises as `RowGroupDecoder.decode`
+    does.
     """
-    counted = joined([one for _, one in count_units(table, keep, units_of(table.index), progress=progress)])
-    return selection_of(table.index, keep, counted), counted
+    index, units = table.index, units_of(table.index)
+    rows, digests = np.zeros(len(index.group_rows), np.int64), np.zeros(len(index.group_rows), np.uint64)
+    threads = THREADS_LOCAL if isinstance(table.storage, LocalStorage) else THREADS_REMOTE
+    decoded = 0
+    with (
+        closing(_Counter(table, keep)) as counter,
+        ThreadPoolExecutor(max(1, min(threads, len(units))), thread_name_prefix="lakeckpt-count") as pool,
+    ):
+        found = pool.map(counter.count, units)  # at an error, it cancels what has not begun
+        for unit, counted in zip(units, found, strict=True):
+            rows[unit.start : unit.stop], digests[unit.start : unit.stop] = counted.rows, counted.digests
+            decoded += counted.decoded
+    return _selection_of(index, keep, rows, digests), decoded
 
 
-def selection_of(index: TableIndex, keep: RowFilter, counted: Counted) -> RowSelection:
-    """Return the selection of a table of which every row group was counted."""
+def _selection_of(index: TableIndex, keep: RowFilter, rows: Int64Array, digests: Uint64Array) -> RowSelection:
     return RowSelection(
         table=index.digest,
         text=str(keep),
         expression=keep.digest,
         pyarrow=pa.__version__,
-        group_rows=counted.group_rows,
-        group_digests=counted.group_digests,
+        group_rows=rows,
+        group_digests=digests,
     )
 
 
@@ -87,33 +84,12 @@ def units_of(index: TableIndex) -> list[Unit]:
     ]
 
 
-def joined(parts: Sequence[Counted]) -> Counted:
-    """Return the counts of units, one after the other."""
-    return Counted(
-        group_rows=np.concatenate([np.zeros(0, np.int64), *(one.group_rows for one in parts)]),
-        group_digests=np.concatenate([np.zeros(0, np.uint64), *(one.group_digests for one in parts)]),
-        decoded=sum(one.decoded for one in parts),
-    )
+class _Counted(NamedTuple):
+    """The number and the digest of the rows that stay, for each row group of a unit; how many groups were decoded."""
 
-
-def count_units(
-    table: Table, keep: RowFilter, units: Sequence[Unit], *, progress: Progress | None = None
-) -> Iterator[tuple[int, Counted]]:
-    """Yield (place in ``units``, count) of each unit, in their order.
-
-    16 threads count in local folders, else 48, of which most wait for the store.
-    """
-    threads = THREADS_LOCAL if isinstance(table.storage, LocalStorage) else THREADS_REMOTE
-    total, done = sum(map(len, units)), 0
-    with (
-        closing(_Counter(table, keep)) as counter,
-        ThreadPoolExecutor(max(1, min(threads, len(units))), thread_name_prefix="lakeckpt-count") as pool,
-    ):
-        for place, counted in enumerate(pool.map(counter.count, units)):  # at an error, it cancels what has not begun
-            done += len(counted.group_rows)
-            if progress is not None:
-                progress(done, total)
-            yield place, counted
+    rows: Int64Array
+    digests: Uint64Array
+    decoded: int
 
 
 class _Counter:
@@ -129,7 +105,7 @@ class _Counter:
         """Close the files that the threads have opened; the threads have ended."""
         self._decoder.close()
 
-    def count(self, unit: Unit) -> Counted:
+    def count(self, unit: Unit) -> _Counted:
         """Count the row groups of one unit."""
         existing = self._table.index.group_rows[unit.start : unit.stop]
         constants = self._partition_cases(unit)
@@ -144,7 +120,7 @@ class _Counter:
         for place in undecided:
             mask = self._keep.mask(self._decoder.decode(unit[place], 0, int(existing[place])))
             rows[place], digests[place] = digested(mask)
-        return Counted(group_rows=rows, group_digests=digests, decoded=len(undecided))
+        return _Counted(rows, digests, len(undecided))
 
     def _partition_cases(self, unit: Unit) -> dict[str, Cases]:
         """Return the cases of the partition columns that are constant in the unit's file."""

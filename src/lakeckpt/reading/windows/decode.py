@@ -14,7 +14,7 @@ Threads may share a decoder.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -40,18 +40,16 @@ def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schem
     """Return the schema of ``columns`` in the order asked for (None: all), in the types that are delivered.
 
     The types are the table's, but views, dictionaries and extension types become the types of their values. Raises
-    `ConfigError` for a name given twice, `SchemaError` for a name that the table does not have.
+    `ConfigError` for what is no list of names or names a column twice, `SchemaError` for a column that the table lacks.
     """
-    if isinstance(columns, str):
-        raise ConfigError(f"columns must be a list of names, got the text {columns!r}: write [{columns!r}]")
-    names = schema.names if columns is None else list(columns)
+    names = schema.names if columns is None else _listed(columns)
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:
-        raise ConfigError(f"columns asked for more than once: {', '.join(map(repr, twice))}")
+        raise ConfigError(f"columns are named twice: {', '.join(map(repr, twice))}")
     if not names and columns is None:
         raise SchemaError("the table has no columns: there is nothing to read")
     if not names:
-        raise ConfigError("no columns were asked for: name at least one")
+        raise ConfigError("columns must name at least one column, got none")
     known = set(schema.names)
     for name in names:
         if name not in known:
@@ -59,6 +57,14 @@ def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schem
             raise SchemaError(f"the table has no column {name!r}; it has {', '.join(map(repr, near))}, …")
     fields = [schema.field(name) for name in names]
     return pa.schema([pa.field(field.name, plain_type(field.type), field.nullable) for field in fields])
+
+
+def _listed(columns: Any) -> list[str]:
+    is_ordered = isinstance(columns, Iterable) and not isinstance(columns, (str, bytes, Set))
+    names = list(columns) if is_ordered else []
+    if not is_ordered or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"columns must be a list of names, got {columns!r}")
+    return names
 
 
 class RowGroupDecoder:

@@ -16,11 +16,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from lakeckpt.core.order import EpochLayout, OrderSpec
-from lakeckpt.errors import ConfigError, NullValueError
+from lakeckpt.errors import ConfigError
 from lakeckpt.reading.columns.convert import Nulls, convert
 from lakeckpt.reading.columns.gather import cut, join_rows
 from lakeckpt.reading.columns.ragged import map_namespace
@@ -29,18 +28,10 @@ from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import usual_threads
 from lakeckpt.reading.windows.window import DecodedWindow
 
-__all__ = ["Announced", "NullFound", "Piece", "PositionReader"]
+__all__ = ["Announced", "Piece", "PositionReader"]
 
 Piece = tuple[EpochLayout, int, int]
 """Positions [start, stop) of an epoch's layout."""
-
-
-class NullFound(Exception):
-    """A null where no null is allowed: ``table`` holds the rows at ``positions`` (int64) of ``layout``."""
-
-    def __init__(self, error: NullValueError, table: pa.Table, layout: EpochLayout, positions: Any) -> None:
-        super().__init__(str(error))
-        self.error, self.table, self.layout, self.positions = error, table, layout, positions
 
 
 Announced = list[tuple[CachedWindow, int, int]]
@@ -141,7 +132,7 @@ class PositionReader:
         """Return the rows that were announced, in their order.
 
         The rows' memory is the caller's, to write to: columns, with ``make`` applied to every array, or an Arrow table.
-        Raises what `RowGroupDecoder.decode` does; `NullFound`.
+        Raises what `WindowDecoder.decode` does.
         """
         self._check_process()
         if len(announced) == 1 and (found := self._within(*announced[0])) is not None:
@@ -203,7 +194,7 @@ class PositionReader:
             needed = self._windows.get(needed.layout, needed.window)
             needed.served.add(start, stop)
         decoded = self._windows.wait_for(needed)
-        found = self._rows(needed, decoded, start, stop, self._make if alone and self._make is not None else _as_it_is)
+        found = _rows(decoded, start, stop, self._make if alone and self._make is not None else _as_it_is)
         if needed.served.size == needed.window.rows:
             self._windows.drop(needed)
             self._windows.fill()
@@ -211,20 +202,12 @@ class PositionReader:
             self._windows.fill()
         return found
 
-    def _rows(
-        self, needed: CachedWindow, decoded: DecodedWindow, start: int, stop: int, make: Callable[[Any], Any]
-    ) -> Any:
-        if decoded.columns is not None:
-            return cut(decoded.columns, start, stop, make)
-        assert decoded.table is not None
-        table = decoded.table.slice(start, stop - start)
-        if self._nulls is None:
-            return table
-        try:
-            return map_namespace(convert(table, nulls=self._nulls), make)
-        except NullValueError as error:
-            positions = needed.window.start + np.arange(start, stop)
-            raise NullFound(error, table, needed.layout, positions) from error
+
+def _rows(decoded: DecodedWindow, start: int, stop: int, make: Callable[[Any], Any]) -> Any:
+    if decoded.columns is not None:
+        return cut(decoded.columns, start, stop, make)
+    assert decoded.table is not None
+    return decoded.table.slice(start, stop - start)
 
 
 def _as_it_is(array: Any) -> Any:

@@ -5,9 +5,9 @@ side by side) and turns them into columns. Where the window is shuffled, it gath
 positions. A later cut of the window is a view, made in a microsecond a column.
 
 Columns are gathered one after another, and the source of each is released at once: of a window of many columns, one is
-held twice at a time. A window with nulls where none are allowed stays an Arrow table, so that only the micro-batch
-which holds a null raises. The decoder keeps no rows, but the memory of one window that nobody looks at any more waits
-to be used for a later window.
+held twice at a time. A null where none is allowed is an error of its whole window, which names the file and the row
+group. The decoder keeps no rows, but the memory of one window that nobody looks at any more waits to be used for a
+later window.
 """
 
 from __future__ import annotations
@@ -65,7 +65,11 @@ class WindowDecoder:
         self.schema: pa.Schema = decoder.schema
 
     def decode(self, window: Window) -> DecodedWindow:
-        """Return the rows of ``window``, in memory of their own. Raises as `RowGroupDecoder.decode`."""
+        """Return the rows of ``window``, in memory of their own.
+
+        Raises as `RowGroupDecoder.decode`, and `NullValueError` (file, row group and column named) for a null that
+        ``nulls`` does not allow.
+        """
         self._memory.limit_bytes = int(max(0, min(self._largest, self.room_bytes)))
         # One row group keeps one thread busy. While several are decoded, the next window must not take the threads.
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
@@ -74,11 +78,7 @@ class WindowDecoder:
         order = window.permutation()
         if self._nulls is None:
             return _as_table(_ordered(tables, order, self.schema))
-        nulls = self._nulls
-        try:
-            parts = [convert_parts(table, nulls=nulls) for table in tables]
-        except NullValueError:
-            return _as_table(_ordered(tables, order, self.schema))
+        parts = [self._columns(window, place, table, self._nulls) for place, table in enumerate(tables)]
         held = sum(int(table.get_total_buffer_size()) for table in tables) if order is None else 0
         tables.clear()
 
@@ -94,6 +94,21 @@ class WindowDecoder:
 
     def _fragment(self, part: Fragment) -> pa.Table:
         return self.rows.decode(part.group, part.start, part.stop)
+
+    def _columns(self, window: Window, place: int, table: pa.Table, nulls: Nulls) -> dict[str, list[Column[Array]]]:
+        """Return ``table``, which holds fragment ``place`` of ``window``, as columns in parts."""
+        try:
+            return convert_parts(table, nulls=nulls)
+        except NullValueError as error:
+            index = self.rows.table.index
+            file, inside = index.group(window.fragments[place].group)
+            path = index.paths[file]
+            raise NullValueError(
+                f"{error} (row group {inside} of the data file {path!r})",
+                file=path,
+                row_group=inside,
+                column=error.column,
+            ) from error
 
 
 def _check_rows(window: Window, tables: Sequence[pa.Table]) -> None:
