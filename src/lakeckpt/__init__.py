@@ -31,6 +31,9 @@ _PUBLIC = {
     "prefetch": "lakeckpt.data.prefetch",
 }
 
+_MODULES = ("bubbles", "convert", "dcp", "testing")
+"""Public modules, which need no import of their own."""
+
 __all__ = [
     "Batch",
     "CheckpointInfo",
@@ -74,10 +77,10 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     module = _PUBLIC.get(name)
-    if module is None:
+    if module is None and name not in _MODULES:
         raise AttributeError(f"module 'lakeckpt' has no attribute {name!r}")
-    value = importlib.import_module(module)
-    value = value if name == "errors" else getattr(value, name)
+    value = importlib.import_module(module or f"lakeckpt.{name}")
+    value = value if module is None or name == "errors" else getattr(value, name)
     globals()[name] = value
     return value
 

@@ -225,6 +225,35 @@ def test_a_filter_or_an_endless_stream_in_the_midst_of_an_epoch_is_refused_by_na
     assert sorted(job.rows) == list(range(4, 100))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("steps", [0, None], ids=["at its start", "at its end"])
+def test_with_a_filter_row_groups_are_excluded_between_epochs(lake: Path, steps: int | None, ranks: int) -> None:
+    job, excluded = Job(lake, filters=[("id", ">", 3)]), [("b.parquet", 2)]
+    job.attempt(ranks=ranks)
+    if steps is not None:  # the state of the start of an epoch, of which the loop has seen nothing
+        job = Job(lake, filters=[("id", ">", 3)])
+        run_start(job, ranks)
+    job.rows = []
+    job.attempt(excluded, ranks=ranks)
+    assert sorted(job.rows) == list(range(4, 100))
+    report = job.audited()
+    assert report.verdict == "proved", report
+    assert not [one for one in report.readers[0].epochs if one.status == "skipped"]
+
+
+def run_start(job: Job, ranks: int) -> None:
+    """Save the run of ``job`` before its first step."""
+    waiter = EventWaiter(job.storage)
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        loader = LakeLoader(dataset_of(open_table(job.lake), rank=rank, world_size=ranks, **job.options))
+        saver = manager(job.storage, {"reader": loader}, exchange=exchange, waiter=waiter)
+        saver.restore()
+        saver.save()
+
+    good(run_ranks(ranks, body, waiters=[waiter]))
+
+
 def test_a_state_without_a_run_names_the_table_that_it_is_of(lake: Path) -> None:
     def loader(table: Table) -> LakeLoader:
         return LakeLoader(LakeDataset(table, batch_size=4))

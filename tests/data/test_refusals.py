@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lakeckpt import LakeDataset, LakeLoader, open_table
+from lakeckpt import LakeDataset, LakeLoader, ReadOptions, open_table, prefetch
 from lakeckpt.errors import ConfigError
 from tests.data.reading import dataset_of, flat
 
@@ -77,6 +77,20 @@ def test_an_argument_of_a_dataloader_that_the_dataset_has_is_refused_with_its_pl
     with pytest.raises(TypeError, match="no argument 'num_worker'"):
         LakeLoader(made(lake), num_worker=2)  # type: ignore[arg-type]
     assert not set(argument) & set(inspect.signature(LakeLoader).parameters), "who asks what it takes is not told so"
+
+
+def test_no_micro_batch_ahead_is_refused(lake: Path) -> None:
+    with pytest.raises(ConfigError, match="prefetch_factor must be a positive integer"):
+        LakeLoader(LakeDataset(lake, batch_size=4), num_workers=1, prefetch_factor=0)
+
+
+def test_a_dataset_is_no_loader_to_prefetch(lake: Path) -> None:
+    with pytest.raises(ConfigError, match=r"prefetch takes a lakeckpt\.LakeLoader, got LakeDataset"):
+        prefetch(LakeDataset(lake, batch_size=4))  # type: ignore[arg-type]
+
+
+def test_a_memory_limit_may_be_as_large_as_machines_are() -> None:
+    assert ReadOptions(memory_limit_bytes=64 << 30).memory_limit_bytes == 64 << 30
 
 
 def test_a_group_without_torch_distributed_is_refused(lake: Path) -> None:

@@ -70,7 +70,8 @@ class CheckpointManager:
         storage_options: options of the object store, such as credentials.
         timeout_s: how long a rank waits for another one in a save or restore, in seconds.
         on_save: called with the `CheckpointInfo` of each checkpoint that this manager commits, on the training thread.
-        on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails. A superseded attempt, a
+        on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails; a failure of the last
+            save, at the end of the ``with`` block, is raised in both cases. A superseded attempt, a
             disagreement of the ranks and a state that cannot be taken or written always raise. A save that is skipped
             for a newer one is no failure.
 

@@ -27,7 +27,7 @@ from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.batch import pinned
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.foreign.frameworks import EpochSetter, Prepared, check_counted, check_not_fetched_ahead, counts_steps
-from lakeckpt.data.options import flag, whole
+from lakeckpt.data.options import flag, optional, whole
 from lakeckpt.data.place.reader import LoaderReader
 from lakeckpt.data.prefetch import Stage
 from lakeckpt.data.source import gives
@@ -109,6 +109,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         if not isinstance(dataset, LakeDataset):
             raise ConfigError(f"LakeLoader reads a lakeckpt.LakeDataset, got {type(dataset).__name__}")
         num_workers = whole("num_workers", num_workers)
+        prefetch_factor = optional("prefetch_factor", prefetch_factor)
         options: dict[str, Any] = {
             "num_workers": num_workers,
             "pin_memory": pin_memory,

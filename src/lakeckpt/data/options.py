@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -69,8 +70,8 @@ class ReadOptions:
     quarter of the limit is for bytes fetched ahead from a store (at most 256 MiB)."""
 
     def __post_init__(self) -> None:
-        for name in ("num_lanes", "memory_limit_bytes"):
-            object.__setattr__(self, name, optional(name, getattr(self, name)))
+        for name, most in (("num_lanes", MOST), ("memory_limit_bytes", sys.maxsize)):
+            object.__setattr__(self, name, optional(name, getattr(self, name), most=most))
         one_of("text", self.text, ("str", "ragged"))
         one_of("nulls", self.nulls, ("error", "mask"))
         one_of("on_new_version", self.on_new_version, ("keep", "next_epoch"))
@@ -93,20 +94,20 @@ def whole(name: str, value: Any) -> int:
     raise ConfigError(f"{name} must be an integer, got {value!r}")
 
 
-def positive(name: str, value: Any) -> int:
-    """Return ``value`` as an integer from 1 to 2**31."""
+def positive(name: str, value: Any, *, most: int = MOST) -> int:
+    """Return ``value`` as an integer from 1 to ``most``."""
     try:
         number = whole(name, value)
     except ConfigError:
         number = 0
-    if not 1 <= number <= MOST:
-        raise ConfigError(f"{name} must be a positive integer up to {MOST}, got {value!r}")
+    if not 1 <= number <= most:
+        raise ConfigError(f"{name} must be a positive integer up to {most}, got {value!r}")
     return number
 
 
-def optional(name: str, value: object) -> int | None:
+def optional(name: str, value: object, *, most: int = MOST) -> int | None:
     """Return ``value`` as `positive` does, or None for None."""
-    return None if value is None else positive(name, value)
+    return None if value is None else positive(name, value, most=most)
 
 
 def flag(name: str, value: Any) -> bool:

@@ -44,7 +44,7 @@ def prefetch(loader: LakeLoader, *, depth: int = 2, device: torch.device | str |
 
     Raises `ConfigError` where ``loader`` is no `LakeLoader`, or ``depth`` no positive integer.
     """
-    if not hasattr(loader, "_iterate"):
+    if not hasattr(loader, "_iterate") or not hasattr(type(loader), "_reader"):
         raise ConfigError(f"prefetch takes a lakeckpt.LakeLoader, got {type(loader).__name__}")
     return Prefetched(loader, depth=positive("depth", depth), device=None if device is None else torch.device(device))
 

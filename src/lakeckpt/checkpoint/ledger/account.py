@@ -131,7 +131,7 @@ class _Account:
             return  # not begun
         if status == "complete" and epoch in self._skipped:
             status = "skipped"
-            self._walk.notes[f"the rest of epoch {epoch} was skipped: its table version was gone"] = None
+            self._walk.notes[f'the rest of epoch {epoch} was skipped, as on_version_gone="next_epoch" asks'] = None
         tables = {piece.identity.table for piece in every}
         if len(tables) > 1:
             self._walk.doubt(f"epoch {epoch} was read from {len(tables)} versions of the table, as the user allowed")

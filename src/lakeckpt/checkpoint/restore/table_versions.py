@@ -62,6 +62,8 @@ def fit_readers(
             indexes[name], states[name] = excluding(ReaderState.from_plain(record.state), fit.index, fit.excluding)
         elif fit.index is not None:
             indexes[name] = fit.index
+        if fit.begins is not None:
+            states[name] = fit.begins
         if fit.given_up:
             skipped[name] = fit.given_up
     return Pins(indexes=indexes, states=states, skipped=skipped)

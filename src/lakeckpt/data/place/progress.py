@@ -8,7 +8,7 @@ threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from lakeckpt.core.plan import Assignment, Plan, check_place, fit_lanes, rebase, replan, start
@@ -20,7 +20,7 @@ from lakeckpt.data.place.identity import Pinned, at_version, differing
 from lakeckpt.data.place.runs import Runs
 from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "is_start"]
 
 
 class Progress:
@@ -78,7 +78,7 @@ class Progress:
     def at_start(self) -> bool:
         """True where nothing of the epoch at hand has been delivered."""
         state = self._now()
-        return state is None or self.over or _is_start(state)
+        return state is None or self.over or is_start(state)
 
     @property
     def runs(self) -> Runs:
@@ -93,7 +93,7 @@ class Progress:
     def goes_on_elsewhere(self, state: ReaderState) -> bool:
         """Return whether versions move and ``state`` needs nothing of the version that it names: its epoch has not
         begun, or is all read."""
-        return self._moves and not state.identity.endless and (_is_start(state) or Plan(state).at_end)
+        return self._moves and not state.identity.endless and (is_start(state) or Plan(state).at_end)
 
     @property
     def plan(self) -> Plan:
@@ -162,7 +162,7 @@ class Progress:
         """
         identity, given = self.identity, state
         if self.goes_on_elsewhere(state):
-            if not _is_start(state):  # the loop has yet to see the end of an epoch of which nothing is left
+            if not is_start(state):  # the loop has yet to see the end of an epoch of which nothing is left
                 identity = identity.of_version(state.identity)
             state = replace(state, identity=at_version(self.identity, state.identity))
         differences = differing(self.identity, state.identity, kept=self._kept)
@@ -171,8 +171,7 @@ class Progress:
             raise StateMismatch(
                 "the reader state belongs to another order of rows than that of this dataset. They differ in "
                 + "; ".join(rejected)
-                + ". Open the dataset with the values of the state, or list the fields to override in "
-                f"ReadOptions(accept_changes=[…]) ({', '.join(sorted(OVERRIDABLE))} can be overridden)."
+                + f". Open the dataset with the values of the state{_override(differences)}"
             )
         check_place(given, ahead=ahead)
         if self.identity.tail != state.identity.tail:
@@ -327,5 +326,12 @@ class Progress:
         return start(self.identity, epoch=epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
 
 
-def _is_start(state: ReaderState) -> bool:
+def is_start(state: ReaderState) -> bool:
+    """Return whether nothing of the epoch of ``state`` was read."""
     return state.step == 0 and state.base is None and len(state.segments) == 1
+
+
+def _override(differences: Sequence[str]) -> str:
+    """Return the advice to accept ``differences``; empty where one of them cannot be accepted."""
+    names = sorted({line.split(":")[0] for line in differences})
+    return f", or accept them: ReadOptions(accept_changes={names})" if OVERRIDABLE.issuperset(names) else ""

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lakeckpt.core.plan import Plan, start
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.options import ReadOptions
 from lakeckpt.data.place.broadcast import found_by_first
 from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.progress import Progress
+from lakeckpt.data.place.progress import Progress, is_start
 from lakeckpt.data.source import BatchSource
 from lakeckpt.errors import ConfigError, DataFileChanged, SchemaError, StateMismatch, TableError, TableVersionGone
 from lakeckpt.lake.table.index import TableIndex
@@ -37,6 +38,8 @@ class Fit:
     excluding: TableIndex | None = None
     """``index`` with the row groups that the table excludes now: the rest of the state's epoch goes on with it. None:
     ``index`` excludes the same row groups."""
+    begins: ReaderState | None = None
+    """The start of an epoch in ``index``, with which to go on: nothing of the state's epoch, or all of it, was read."""
     given_up: str = ""
     """The reason for which the rest of the state's epoch is dropped and the next epoch begun; empty: it is not."""
 
@@ -127,9 +130,15 @@ class Versions:
 
     def _fit_excluding(self, state: ReaderState, index: TableIndex, excluding: TableIndex) -> Fit:
         """Return how the rest of the epoch goes on with other excluded row groups; a rest is made of stored rows."""
-        self._of(excluding)
+        pinned, at_end = self._of(excluding), Plan(state).at_end
         if not (state.identity.endless or state.identity.selection):
             return Fit(index=index, excluding=excluding)
+        if not state.identity.endless and (at_end or is_start(state)):
+            lanes, batch_size, ranks = state.segment.topology
+            begins = start(
+                pinned.identity(), epoch=state.epoch + at_end, num_lanes=lanes, batch_size=batch_size, world_size=ranks
+            )
+            return Fit(index=excluding, begins=begins)
         uri, what = self.at_hand.table.uri, "an endless stream" if state.identity.endless else "a filter"
         text = (
             f"exclude= of the table {uri!r} is not as it was when the checkpoint was made, and it is read with {what}"
