@@ -47,9 +47,9 @@ from benchmarks.measure import show
 from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, IterationRecord, save_profile, shares
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.capture.gate import Gate
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.wire.documents import from_plain, to_plain
 
@@ -119,10 +119,9 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
     Path(f"{folder}/{case}-{rank}.json").write_text(json.dumps(found))
     if asked.profile is not None:
         records = told["in bubbles"].records()[-64:]
-        epoch_s = time.time() - time.perf_counter()
-        profile = BubbleProfile(attempt=0, rank=rank, world_size=WORLD, epoch_s=epoch_s, records=records)
+        profile = BubbleProfile(attempt=0, rank=rank, world_size=WORLD, records=records)
         save_profile(open_storage(asked.profile / case), profile)
-    engine.close(remove=True)
+    engine.close()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -344,7 +344,7 @@ def main() -> int:
             _take_turns(job, [bare, ours], others, options)
             captures = _told_of_captures(engine)
         finally:
-            engine.close(remove=True)
+            engine.close()
     parameters = sum(one.numel() for one in job.model.parameters())
     ways = [way for way in (bare, ours, *others) if way.blocks_s]
     show(

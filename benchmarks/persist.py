@@ -207,7 +207,7 @@ def main() -> int:
         rates = measured(cases, place, state.size_bytes, given.rounds)
     finally:
         generations.close()
-        engine.close(remove=True)
+        engine.close()
         places.close()
     return told(rates, state.size_bytes, given.json)
 

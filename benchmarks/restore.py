@@ -152,7 +152,7 @@ def in_memory(job: Job, place: Path, arenas: Path) -> Iterator[list[Case]]:
             *copies,
         ]
     finally:
-        engine.close(remove=True)
+        engine.close()
 
 
 @dataclass

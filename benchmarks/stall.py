@@ -179,7 +179,7 @@ def main() -> None:
                 for way in ways:
                     _turn(job, way, 100 * step + ways.index(way), counts=step > 1)
         finally:
-            engine.close(remove=True)
+            engine.close()
     best_s = min(statistics.median(way.stalls_s) for way in ways[1:])
     show(
         f"a save of {job.state_bytes / 1e9:.2f} GB: how long training stands still",

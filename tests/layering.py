@@ -58,7 +58,7 @@ NEVER_LOADS_TORCH = tuple(
         "arena.checksummer",
         "arena.contents",
         "arena.folder",
-        "capture.gate",
+        "bubbles.gate",
         "persist.history",
         "persist.log",
         "persist.publish",

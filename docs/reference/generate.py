@@ -25,7 +25,7 @@ TASKS = {
     "Read a table": ["open_table", "Table"],
     "Make a loader": ["LakeDataset", "LakeLoader", "ReadOptions", "TransformContext", "pack", "prefetch"],
     "Use a batch": ["Batch", "Ragged", "Receipt"],
-    "Save and restore": ["CheckpointManager", "CheckpointInfo", "RestoreReport", "Keep", "load"],
+    "Save and restore": ["CheckpointManager", "SaveHandle", "CheckpointInfo", "RestoreReport", "Keep", "load"],
     "Warnings": ["ReadAheadWarning", "ConsumptionWarning"],
 }
 """Task → the public names of the package that serve it."""

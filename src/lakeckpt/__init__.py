@@ -23,6 +23,7 @@ _PUBLIC = {
     "ReadAheadWarning": "lakeckpt.data.place.deliveries",
     "Receipt": "lakeckpt.core.receipts",
     "RestoreReport": "lakeckpt.checkpoint.report",
+    "SaveHandle": "lakeckpt.checkpoint.report",
     "Table": "lakeckpt.lake.table.table",
     "TransformContext": "lakeckpt.data.transform",
     "errors": "lakeckpt.errors",
@@ -48,6 +49,7 @@ __all__ = [
     "ReadOptions",
     "Receipt",
     "RestoreReport",
+    "SaveHandle",
     "Table",
     "TransformContext",
     "__version__",
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
     from lakeckpt import errors
     from lakeckpt.checkpoint.keep import Keep
     from lakeckpt.checkpoint.manager import CheckpointManager
-    from lakeckpt.checkpoint.report import CheckpointInfo, RestoreReport
+    from lakeckpt.checkpoint.report import CheckpointInfo, RestoreReport, SaveHandle
     from lakeckpt.checkpoint.restore.load import load
     from lakeckpt.core.receipts import Receipt
     from lakeckpt.data.batch import Batch

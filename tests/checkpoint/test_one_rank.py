@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from lakeckpt import CheckpointManager
+from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.persist.log import list_slots
+from lakeckpt.checkpoint.persist.log import list_slots, slot_path
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (
@@ -689,6 +690,42 @@ def test_a_commit_that_lands_late_is_adopted_and_never_taken_for_another_attempt
     history = read_history(storage)
     assert [one.step for one in history.chain] == [1, 2]
     assert [one.readers["reader"].consumed()[0].size for one in history.chain] == [10, 10]
+
+
+def test_a_commit_of_which_only_the_answer_is_lost_counts_at_once() -> None:
+    """The put happens, its answer does not come, and the store reads nothing back for a moment."""
+
+    class Mute(MemoryStorage):
+        path, left = "", 0
+
+        def put_new(self, path: str, data: bytes) -> None:
+            super().put_new(path, data)
+            if path == self.path:
+                raise StorageError("no answer")
+
+        def read(self, path: str, *args: Any, **options: Any) -> bytes:
+            if path == self.path and path in self.objects and self.left:
+                self.left -= 1
+                raise StorageError("no answer")
+            return super().read(path, *args, **options)
+
+    storage, reader = Mute(), Reader()
+    saver = manager(storage, {"reader": reader})
+    saver.restore()
+    batches = iter(reader)
+    for _ in range(2):
+        next(batches)
+        saver.step()
+        if saver.steps_done == 2:
+            storage.path, storage.left = slot_path(2), 2
+        assert saver.save().step == saver.steps_done
+    next(batches)
+    saver.step()
+    saver.save()
+    history = read_history(storage)
+    assert [one.step for one in history.chain] == [1, 2, 3]
+    assert [one.readers["reader"].consumed()[0].size for one in history.chain] == [10, 10, 10]
+    assert storage.left == 0 and verify(storage).every_damage == ()
 
 
 def test_a_process_of_several_that_is_not_told_so_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

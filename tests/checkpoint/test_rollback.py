@@ -15,7 +15,7 @@ from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.persist.log import list_slots
+from lakeckpt.checkpoint.persist.log import list_slots, read_log
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.restore.rollback import roll_back
 from lakeckpt.cli.main import main
@@ -316,33 +316,63 @@ def remove_last(storage: MemoryStorage, count: int = 1) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_run_goes_on_from_the_newest_manifest_that_is_left(tmp_path: Path, count: int) -> None:
+def test_a_newest_manifest_that_is_gone_is_told_and_nothing_is_proved(tmp_path: Path, count: int) -> None:
     script = Script(write_table(tmp_path / "lake"))
     script.attempt(24, every=2, keep=3)
+    assert audit(script.storage).exit_status == 0
     remove_last(script.storage, count)
+    report = audit(script.storage)
+    assert report.exit_status != 0 and any("seem to be lost" in one for one in report.every_doubt)
+    with pytest.warns(UserWarning, match=r"damage in the run: log: the data of step .* seem to be lost.*Stop the job"):
+        assert script.attempt(0) == 24 - 2 * count
     assert verify(script.storage).leftover_step == 24
-    assert script.attempt(0) == 24 - 2 * count
 
 
 @pytest.mark.parametrize(("keep", "count"), [(1, 1), (1, 2), (2, 2)])
-def test_an_end_of_the_log_that_is_lost_with_all_data_before_it_is_no_fresh_start(
-    tmp_path: Path, keep: int, count: int
-) -> None:
+def test_an_end_of_the_log_that_is_lost_with_all_data_before_it_is_told(tmp_path: Path, keep: int, count: int) -> None:
+    """The newest checkpoint in the log has no data, but that of a newer one lies there: that is no run that is over."""
     script = Script(write_table(tmp_path / "lake"))
     script.attempt(24, every=2, keep=keep)
+    assert audit(script.storage).exit_status == 0
     remove_last(script.storage, count)
+    report = audit(script.storage)
+    assert report.exit_status != 0 and any("seem to be lost" in one for one in report.every_doubt)
     with (
-        pytest.warns(UserWarning, match="damage in the run: "),
-        pytest.raises(CheckpointDamaged, match=r"no checkpoint .* is whole"),
+        pytest.warns(UserWarning, match="damage in the run: log"),
+        pytest.raises(CheckpointDamaged, match=r"(?s)no checkpoint .* is whole.*log: the data of step .* be lost"),
     ):
         script.attempt(0)
 
 
-def test_a_newest_manifest_that_is_damaged_is_named() -> None:
+def test_a_newest_manifest_that_is_damaged_is_not_told_as_lost() -> None:
     storage = MemoryStorage()
     job(storage, 9, keep=1)
     path = f"log/{list_slots(storage)[-1]:010d}.lkc"
     storage.objects[path] = storage.objects[path][:-1]
     with pytest.warns(UserWarning, match="damage in"), pytest.raises(CheckpointDamaged, match="is whole") as caught:
         job(storage, 0)
-    assert path in str(caught.value)
+    assert path in str(caught.value) and "lost" not in str(caught.value)
+
+
+def test_a_log_whose_end_is_there_is_not_suspected_whatever_retention_removed() -> None:
+    storage = MemoryStorage()
+    job(storage, 9, keep=2)
+    job(storage, 5, keep=4)
+    job(storage, 3, keep=1)
+    roll_back(storage, 17)
+    job(storage, 3, keep=2)
+    assert read_log(storage).damaged == ()
+    for path in [one for one in storage.objects if one.startswith(("parts/", "objects/"))]:
+        storage.delete(path)  # of a run that is over
+    assert not [one for one in audit(storage).every_doubt if "lost" in one]
+    with pytest.warns(UserWarning, match="not whole"), pytest.raises(CheckpointDamaged, match="no checkpoint"):
+        job(storage, 0)
+
+
+def test_an_old_checkpoint_that_somebody_removed_by_hand_is_no_lost_end() -> None:
+    storage = MemoryStorage()
+    job(storage, 9, keep=Keep(last=2, every=3))
+    for path in [one for one in storage.objects if "/000000000003-" in one]:
+        storage.delete(path)
+    assert job(storage, 0)[0] == 9
+    assert not [one for one in audit(storage).every_doubt if "lost" in one]

@@ -384,7 +384,7 @@ def test_cuts_in_an_arena_are_persisted_slab_by_slab(tmp_path: Path) -> None:
             assert torch.equal(stored(storage), module.weight)
     finally:
         generations.close()
-        engine.close(remove=True)
+        engine.close()
     assert wrote[0] > module.weight.nbytes and all(SLAB // 2 < one <= SLAB + 5000 for one in wrote[1:])
 
 

@@ -291,7 +291,7 @@ def test_what_was_committed_between_the_comparison_and_the_claim_is_compared_aga
         if method == "put_new" and not grown:
             grown.append(manager(storage, {"n": Counter(2), "model": torch.nn.Linear(2, 2)}))
             grown[0].restore()
-            grown[0]._saver._objects["model"] = torch.nn.Linear(3, 3)
+            grown[0]._saves._objects["model"] = torch.nn.Linear(3, 3)
             grown[0].step()
             grown[0].save()
 
@@ -337,7 +337,7 @@ def test_an_attempt_that_is_superseded_while_it_looks_what_to_remove_removes_not
             taken.append(manager(storage, fresh()))
             assert taken[0].restore() == 2
 
-    old.saver._saver._publisher._retention._storage = FaultyStorage(storage, before=take_over)
+    old.saver._saves._publisher._retention._storage = FaultyStorage(storage, before=take_over)
     before = {name for name in storage.objects if name.startswith(("parts/", "objects/"))}
     old.save()
     assert taken and before < storage.objects.keys()

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from lakeckpt import CheckpointManager
-from lakeckpt.data.memory import default_limit_bytes, machine_bytes
+from lakeckpt.data.memory import default_limit_bytes
 from lakeckpt.errors import ConfigError, StateUnavailable
+from lakeckpt.reading.memory import machine_bytes
 from tests.data.reading import ROWS, flat, loader_of, same, some
 
 
@@ -84,8 +85,8 @@ def test_the_default_limit_is_a_share_of_what_the_control_groups_allow(
     (tmp_path / "v2" / "user" / "job" / "memory.max").write_text("max\n")
     (tmp_path / "v2" / "user" / "memory.max").write_text("8192\n")
     (tmp_path / "self" / "cgroup").write_text("3:cpu,memory:/job\n0::/user/job\n")
-    assert machine_bytes(str(tmp_path / "v1"), str(tmp_path)) == 4096
-    assert machine_bytes(str(tmp_path / "v2"), str(tmp_path)) == 8192
-    assert machine_bytes(str(tmp_path / "none"), str(tmp_path)) == everything
+    assert machine_bytes(str(tmp_path), str(tmp_path / "v1")) == 4096
+    assert machine_bytes(str(tmp_path), str(tmp_path / "v2")) == 8192
+    assert machine_bytes(str(tmp_path), str(tmp_path / "none")) == everything
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert default_limit_bytes(2) == machine_bytes() // 32

@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.persist.history import not_rolled_back
 from lakeckpt.checkpoint.persist.log import read_log
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of
-from lakeckpt.checkpoint.report import CheckpointInfo, Reporter, RestoreReport
+from lakeckpt.checkpoint.report import CheckpointInfo, Reporter, RestoreReport, SaveHandle
 from lakeckpt.checkpoint.restore.restorer import Restorer
 from lakeckpt.checkpoint.schedule import Schedule, interval_of
 from lakeckpt.checkpoint.sync_save import Saver
@@ -255,11 +255,12 @@ class CheckpointManager:
     @overload
     def save(self, *, metric: float | None = None, sync: Literal[True] = True) -> CheckpointInfo: ...
     @overload
-    def save(self, *, metric: float | None = None, sync: Literal[False]) -> None: ...
-    def save(self, *, metric: float | None = None, sync: bool = True) -> CheckpointInfo | None:
+    def save(self, *, metric: float | None = None, sync: Literal[False]) -> SaveHandle: ...
+    def save(self, *, metric: float | None = None, sync: bool = True) -> CheckpointInfo | SaveHandle | None:
         """Save the last cut now, whatever the policy says; call it on every rank, right after `step`. ``metric`` as
         for `step`; default: the one that was given there. Returns what was committed. With ``sync=False`` and
-        ``capture_every`` the save only begins, and None is returned: `wait` waits for it, and ``on_save`` reports it.
+        ``capture_every`` the save only begins: the handle that is returned waits for it; `wait` and ``on_save``
+        report it, too.
 
         What fails on one rank fails on all, within seconds, and the error says which rank it was and why. Raises
         `SaveFailed` (nothing was committed, or ranks are gone; training may go on),
@@ -272,8 +273,9 @@ class CheckpointManager:
         if metric is not None:
             self._metric = held_metric(metric)
         self._schedule.begins()
+        handle = None if sync else self._reporter.handle(self._step, self.wait)
         self._save(saves, sync=sync)
-        return self._reporter.newest if sync else None
+        return self._reporter.newest if handle is None else handle
 
     def wait(self) -> CheckpointInfo | None:
         """Return when everything that was saved is committed: the newest checkpoint that this manager committed, or

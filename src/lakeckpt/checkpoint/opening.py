@@ -16,8 +16,8 @@ from lakeckpt.checkpoint.agent.link import LINGER_S, AgentLink
 from lakeckpt.checkpoint.agent.orders import Begin
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.async_save import Background
+from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.capture.gate import Gate
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings

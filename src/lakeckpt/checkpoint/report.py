@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.persist.log import Damage
-from lakeckpt.errors import LakeckptError, SaveFailed, SaveSkipped
+from lakeckpt.errors import CheckpointError, LakeckptError, SaveFailed, SaveSkipped
 
 __all__ = [
     "CaptureWarning",
@@ -22,6 +22,7 @@ __all__ = [
     "Reporter",
     "RestoreReport",
     "RetentionWarning",
+    "SaveHandle",
     "SaveWarning",
     "Saved",
 ]
@@ -103,6 +104,32 @@ class Saved:
     """On the commit."""
 
 
+class SaveHandle:
+    """A save that has begun, as ``manager.save(sync=False)`` returns it. Only the training thread uses it."""
+
+    def __init__(self, step: int, wait: Callable[[], object]) -> None:
+        self.step = step
+        """The optimizer step that is saved."""
+        self._wait = wait
+        self._result: CheckpointInfo | LakeckptError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the result of the save is known. ``step`` and ``wait`` of the manager, and `wait`, update this."""
+        return self._result is not None
+
+    def wait(self) -> CheckpointInfo:
+        """Wait for the commit and return the checkpoint. Raises the error of a save that failed, as
+        `CheckpointManager.save` does."""
+        if self._result is None:
+            self._wait()
+        if self._result is None:
+            raise CheckpointError(f"the save of step {self.step} has no result: an earlier call raised it")
+        if isinstance(self._result, LakeckptError):
+            raise self._result
+        return self._result
+
+
 class Reporter:
     """Reports the results of saves to the user: by ``on_save``, as warnings, and as errors.
 
@@ -117,12 +144,21 @@ class Reporter:
         self._failed_step = 0
         self._on_save = on_save
         self._warns = warns
+        self._handles: list[SaveHandle] = []
+
+    def handle(self, step: int, wait: Callable[[], object]) -> SaveHandle:
+        """Return a handle of the save of ``step``, which `report` gives its result; ``wait`` waits for all saves."""
+        self._handles.append(SaveHandle(step, wait))
+        return self._handles[-1]
 
     def report(self, results: Iterable[Saved], *, wanted: int | None = None) -> None:
         """Report ``results``. A failure after the newest commit is raised; the failure of a save that was skipped for
         another save is raised only if it is the save of step ``wanted``."""
         failure, remarks = None, Remarks()
         for one in results:
+            for handle in [handle for handle in self._handles if handle.step == one.step]:
+                handle._result = one.info or one.error
+                self._handles.remove(handle)
             if one.info is not None:
                 remarks, failure = one.remarks, None
                 self.saved_step, self.newest = one.step, one.info

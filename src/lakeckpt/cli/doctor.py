@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lakeckpt.checkpoint.agent.leftovers import KeptRun, kept_in, reclaim
+from lakeckpt.checkpoint.agent.leftovers import KeptArena, kept_in, left_logs, reclaim, remove_log
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, print_json
 from lakeckpt.errors import ConfigError
@@ -31,11 +31,13 @@ def run(args: argparse.Namespace) -> int:
     if args.arenas is not None and not os.path.isdir(args.arenas):
         raise ConfigError(f"there is no folder {args.arenas!r}: name the one given as arenas=, or leave --arenas out")
     folder = ArenaFolder(args.arenas)
-    found = kept_in(folder)
-    gone = {info.name for one in found if args.reclaim for info in reclaim(folder, one)}
-    arenas = [plain for one in found for plain in _arenas(one, gone)]
+    found, paths = kept_in(folder), left_logs(folder)
+    gone = reclaim(folder, found) if args.reclaim else set()
+    for path in paths if args.reclaim else ():
+        remove_log(path)
+    arenas = [_plain(one, gone) for one in found]
     left = [one for one in arenas if one["use"] in ("left", "damaged")]
-    logs = sum(len(one.logs) for one in found)
+    logs = len(paths)
     if args.json:
         print_json({"folder": folder.path, "arenas": arenas, "logs": logs})
     else:
@@ -48,22 +50,20 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(left or (logs and not args.reclaim)))
 
 
-def _arenas(kept: KeptRun, gone: set[str]) -> list[dict[str, Any]]:
-    """Return the arenas of a run as JSON-able values."""
-    return [
-        {
-            "run": kept.digest,
-            "name": one.info.name,
-            "rank": None if one.info.identity is None else one.info.identity.rank,
-            "world_size": None if one.info.identity is None else one.info.identity.world,
-            "size_bytes": one.info.size_bytes,
-            "steps": list(one.info.steps),
-            "agents": list(one.agents),
-            "use": "removed" if one.info.name in gone else one.use,
-            "problem": one.info.problem,
-        }
-        for one in kept.arenas
-    ]
+def _plain(one: KeptArena, gone: set[str]) -> dict[str, Any]:
+    """Return an arena as JSON-able values."""
+    identity = one.info.identity
+    return {
+        "run": None if identity is None else identity.run.hex(),
+        "name": one.info.name,
+        "rank": None if identity is None else identity.rank,
+        "world_size": None if identity is None else identity.world,
+        "size_bytes": one.info.size_bytes,
+        "steps": list(one.info.steps),
+        "agents": list(one.agents),
+        "use": "removed" if one.info.name in gone else one.use,
+        "problem": one.info.problem,
+    }
 
 
 def _show(folder: str, arenas: Sequence[Mapping[str, Any]]) -> None:

@@ -1,9 +1,9 @@
 """This module limits the memory that a dataset may read ahead into, and warns where its windows are larger than that.
 
-The default limit is a quarter of the machine's memory, or of what the control groups of this process allow (versions 1
-and 2), shared by the ranks of the machine (``LOCAL_WORLD_SIZE``) and by the worker processes of a rank. Sizes of
-windows are estimated from the index, and from one footer where only some columns are read. Decoded rows may take more:
-dictionaries and run lengths are decoded. The module reads a few small files, and starts no threads.
+The default limit is a quarter of the memory that this process may take (`lakeckpt.reading.memory`), shared by the ranks
+of the machine (``LOCAL_WORLD_SIZE``) and by the worker processes of a rank. Sizes of windows are estimated from the
+index, and from one footer where only some columns are read. Decoded rows may take more: dictionaries and run lengths
+are decoded. The module starts no threads.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Sequence
 
 import numpy as np
 from torch.utils.data import get_worker_info
 
 from lakeckpt.errors import LakeckptError
 from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.memory import machine_bytes
 from lakeckpt.reading.windows.cache import windows_held_of
 
-__all__ = ["default_limit_bytes", "limit_of", "machine_bytes"]
+__all__ = ["default_limit_bytes", "limit_of"]
 
 _SHARE = 4
 
@@ -53,34 +53,6 @@ def default_limit_bytes(workers: int) -> int:
     """Return the limit of one of ``workers`` processes of a rank, where the user gives none."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return machine_bytes() // (_SHARE * workers * (int(ranks) if ranks.isdecimal() and int(ranks) else 1))
-
-
-def machine_bytes(groups: str = "/sys/fs/cgroup", proc: str = "/proc") -> int:
-    """Return the memory of the machine, or less where a control group of this process allows less."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for line in _read(Path(proc, "self/cgroup")).splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            found += _allowed(Path(groups), path, "memory.max")
-        elif "memory" in controllers.split(","):
-            found += _allowed(Path(groups, "memory"), path, "memory.limit_in_bytes")
-    return min(found)
-
-
-def _allowed(root: Path, path: str, name: str) -> Iterator[int]:
-    """Yield what the group at ``path`` and those above it allow. In a container the path may be that of outside."""
-    inner = PurePosixPath(path)
-    for one in (inner, *inner.parents):
-        text = _read(root / str(one).lstrip("/") / name).strip()
-        if text.isdecimal():
-            yield int(text)
-
-
-def _read(path: Path) -> str:
-    with contextlib.suppress(OSError, ValueError):
-        return path.read_text("ascii")
-    return ""
 
 
 def _window_bytes(table: Table, columns: Sequence[str] | None, window: int, *, enough: int) -> int:

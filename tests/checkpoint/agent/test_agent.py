@@ -326,8 +326,9 @@ def test_an_agent_that_takes_no_messages_does_not_hold_training_up(node: Node) -
         link = node.link()
         pid = link.pid
         os.kill(pid or 0, signal.SIGSTOP)
-        link.order(Order(step=2, number=0, failure="save_failed\n" + 2**23 * "x"))  # more than a pipe holds
-        link.order(Order(step=3, number=1))
+        for number in range(300):  # more than a pipe holds
+            link.order(Order(step=2, number=number, failure="save_failed\n" + 1000 * "x"))
+        link.order(Order(step=3, number=300))
         assert link.outcomes() == []
         os.kill(pid or 0, signal.SIGCONT)
         while not (found := link.outcomes()) or found[-1].step != 3:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,12 +54,6 @@ def test_plans_of_other_sizes_names_or_slices_have_other_digests() -> None:
     ]
     assert len({plan.digest for plan in plans}) == len(plans)
     assert plan_slices({"a": 64, "b": 1}, slice_bytes=64).digest == plans[0].digest
-
-
-@pytest.mark.parametrize("slice_bytes", [0, -64, 65])
-def test_slices_of_an_odd_size_are_refused(slice_bytes: int) -> None:
-    with pytest.raises(ValueError, match="positive multiple of 64"):
-        plan_slices({"a": 1}, slice_bytes=slice_bytes)
 
 
 @given(st.integers(0, 2**42), st.booleans())

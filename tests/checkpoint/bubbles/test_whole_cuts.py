@@ -54,4 +54,4 @@ def test_cuts_that_move_partly_in_bubbles_are_of_one_step(tmp_path: Path) -> Non
                 assert check_stamps(opened)[0] == step
     moved = shares(gate.records())
     assert 0 < moved.urgent_bytes < moved.moved_bytes, "some moved in bubbles, and some at the fence"
-    engine.close(remove=True)
+    engine.close()

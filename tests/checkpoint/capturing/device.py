@@ -88,8 +88,10 @@ class Ticket:
 class SimulatedLink:
     """The link of a `Device`. ``orders`` and ``holds`` can be left out: tests must notice. ``full``: no memory."""
 
-    def __init__(self, device: Device, *, orders: bool = True, holds: bool = True, full: bool = False) -> None:
-        self.device, self.orders, self.holds, self.full = device, orders, holds, full
+    full = False
+
+    def __init__(self, device: Device, *, orders: bool = True, holds: bool = True) -> None:
+        self.device, self.orders, self.holds = device, orders, holds
 
     def order(self) -> None:
         if self.orders:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lakeckpt import CheckpointManager
-from lakeckpt.checkpoint.capture.gate import OpenGate
+from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.errors import UnannouncedChange
 from tests.checkpoint.capturing.test_kinds import job_of, step
 from tests.checkpoint.rig import MemoryStorage
@@ -22,11 +22,11 @@ from tests.patience import PATIENCE_S
 def shut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is copied before the fence."""
 
-    def admit(gate: OpenGate, size_bytes: int, urgent: Any, /) -> bool:
+    def admit(gate: Gate, size_bytes: int, urgent: Any, /) -> bool:
         assert urgent.wait(PATIENCE_S)
         return False
 
-    monkeypatch.setattr(OpenGate, "admit", admit)
+    monkeypatch.setattr(Gate, "admit", admit)
 
 
 def swap(objects: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ from torch import nn
 
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.capture.gate import OpenGate
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of
 from tests.checkpoint.rig import MemoryStorage
 from tests.checkpoint.seams import manager_with
@@ -56,7 +56,7 @@ class Thin(nn.Linear):
         return super().forward(x) * self.scale
 
 
-class ShutGate(OpenGate):
+class ShutGate(Gate):
     """Admits nothing before the fence: what was not taken at the cut is as somebody left it who did not announce it."""
 
     def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:

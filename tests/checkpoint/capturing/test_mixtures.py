@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture import engine as engine_module
 from lakeckpt.checkpoint.capture import moves, slice_copier
 from lakeckpt.checkpoint.capture import samples as samples_module
 from lakeckpt.checkpoint.capture import store as store_module
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.capture.gate import OpenGate
 from lakeckpt.checkpoint.capture.links import Batch
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import Checksums
@@ -202,7 +202,7 @@ def run_actions(folder: ArenaFolder, todo: list[tuple[str, int]], *, fences: boo
             crash()
     finally:
         with steps.freely():
-            engine.close(remove=True)
+            engine.close()
     return seen
 
 
@@ -228,7 +228,7 @@ def test_without_the_fence_changes_are_noticed_and_unnoticed_they_would_be_mixtu
         run_actions(ArenaFolder(tmp_path / "other"), todo, fences=False)
 
 
-class SlowGate:
+class SlowGate(Gate):
     """Keeps every other slice until the fence has come."""
 
     paces = True
@@ -264,17 +264,20 @@ def run_device(
     after_cut: Callable[[CaptureEngine], None] = lambda engine: None,
     checksummer: Callable[[], Checksummer | None] = lambda: None,
 ) -> set[int]:
-    """Train on a simulated device that does ``turns[n]`` pieces of work after step n; the steps that were whole."""
+    """Train on a simulated device that does ``turns[n]`` pieces of work after step n; the steps that were whole.
+
+    ``full``: at every other cut the device has no memory, so that the cut is skipped.
+    """
     device = Device(seed)
     model = Stamped()
     optimizer = Stamper(model, lambda work: device.queue(0, work))
-    link = SimulatedLink(device, orders=orders, holds=holds, full=full)
+    link = SimulatedLink(device, orders=orders, holds=holds)
     engine = LinkedEngine(
         {"model": model, "optimizer": optimizer},
         IDENTITY,
         folder=folder,
         slice_bytes=SLICE_BYTES,
-        gate=SlowGate(seed) if seed % 2 else OpenGate(),
+        gate=SlowGate(seed) if seed % 2 else Gate(),
         links={torch.device("cpu"): link},
         checksummer=checksummer,
     )
@@ -284,7 +287,9 @@ def run_device(
         for number, turn in enumerate([0, *turns]):
             optimizer.step()
             device.queue(0, _stamps(model, optimizer.stamp))
-            engine.cut(optimizer.stamp, attempt="a", cut=CUT, must=not number)
+            link.full = full and number % 2 == 1
+            begins = engine.cut(optimizer.stamp, attempt="a", cut=CUT, must=not number)
+            assert not (begins and link.full)
             after_cut(engine)
             device.queue(0, _stamps(model, -1))  # the next forward pass
             device.run(at_most=turn)
@@ -297,7 +302,7 @@ def run_device(
         assert threading.get_ident() not in device.waited_by, "the fence kept the host waiting"
     finally:
         device.run()
-        engine.close(remove=True)
+        engine.close()
     return seen
 
 
@@ -341,7 +346,7 @@ def test_checksums_of_another_process_are_those_of_what_came(
 
 
 @pytest.mark.parametrize("dies_at", [0, 1, 3])
-def test_where_that_process_dies_this_one_takes_the_checksums_and_says_so(
+def test_where_that_process_dies_a_capture_is_dropped_with_a_warning_and_this_one_takes_later_checksums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
 ) -> None:
     monkeypatch.setattr(engine_module, "_MANY_BYTES", 1)
@@ -352,10 +357,10 @@ def test_where_that_process_dies_this_one_takes_the_checksums_and_says_so(
             process.kill()
         engine.wait()
 
-    folder, told = ArenaFolder(tmp_path / "arenas"), "the copier takes the checksums until there is another agent"
+    folder, told = ArenaFolder(tmp_path / "arenas"), r"was dropped\. The copier takes the checksums of later captures"
     with summing(folder.path) as (checksummer, process), pytest.warns(CaptureWarning, match=told):
         seen = run_device(folder, 4, [60] * 8, after_cut=kill, checksummer=lambda: checksummer)
-    assert seen == set(range(1, 10))
+    assert len(seen) == 8 and seen < set(range(1, 10)), "one was dropped"
 
 
 class Behind(SimulatedLink):
@@ -451,7 +456,7 @@ class Ahead:
 
     def close(self) -> None:
         with self.freely():
-            self.engine.close(remove=True)
+            self.engine.close()
 
 
 @pytest.fixture
@@ -613,5 +618,5 @@ def test_a_thousand_steps_with_a_slow_copier_and_a_reader_hold_no_mixture(tmp_pa
     reading.result()
     assert len(seen) > 50
     assert skipped <= 900
-    engine.close(remove=True)
+    engine.close()
     reader.shutdown()

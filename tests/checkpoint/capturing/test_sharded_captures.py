@@ -33,7 +33,7 @@ def captured(rank: int, world_size: int, folder: str) -> None:
         assert_same(kept_state(arenas, step), expected)
         late_bytes = sum(one.nbytes for one in engine._planner.late.values())
         assert late_bytes > 0.9 * sum(map(len, expected[1].values())), "most of it is copied beside training"
-    engine.close(remove=True)
+    engine.close()
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.soak)])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lakeckpt.checkpoint.capture.gate import Gate, OpenGate
+from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.moves import Moves
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from tests.patience import PATIENCE_S
@@ -51,7 +51,7 @@ def copier_of(summed: list[int], slices: list[Moves], gate: Gate, *, live: list[
     return SliceCopier(Noted(summed), slices, gate, live=live)  # type: ignore[arg-type]
 
 
-class Noting(OpenGate):
+class Noting(Gate):
     """Keeps what it is asked and told, and does something in one of its admissions."""
 
     def __init__(self, *, number: int = -1) -> None:

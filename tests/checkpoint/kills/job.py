@@ -283,8 +283,7 @@ class Site:
         """The arenas that lie anywhere; ``reclaimed``: when what nobody needs any more is."""
         every = [ArenaFolder(one) for one in self.root.glob("memory of *")]
         for folder in every if reclaimed else ():
-            for kept in kept_in(folder):
-                reclaim(folder, kept)
+            reclaim(folder, kept_in(folder))
         return [info.name for folder in every for info in folder.found()]
 
 

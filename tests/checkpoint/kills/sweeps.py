@@ -24,7 +24,7 @@ from lakeckpt.checkpoint.capture import engine, fence, job, moves, slice_copier,
 from lakeckpt.checkpoint.persist import agreement, commit, publish, records
 from lakeckpt.checkpoint.restore import choosing, restorer
 from lakeckpt.checkpoint.restore import from_memory as remembered
-from lakeckpt.checkpoint.restore import votes as together
+from lakeckpt.tracking import votes as together
 from tests.checkpoint.kills.job import Site, adopt
 from tests.checkpoint.kills.points import Doom, agent, trainer
 from tests.checkpoint.kills.trainer import LAST, LEFT

@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent import link
 from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.bubbles.profile import ProfileKeeper
 from lakeckpt.checkpoint.capture import job, moves
-from lakeckpt.checkpoint.capture.gate import OpenGate
 from lakeckpt.errors import AgentError, MissingRanksError, SaveFailed
 from lakeckpt.tracking.exchange import exchange_of_group
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
@@ -65,7 +66,7 @@ class ForkedAgent:
         return self.poll()
 
 
-class HalfShut(OpenGate):
+class HalfShut(Gate):
     """Keeps every other slice until the fence: the copier copies, and the fence."""
 
     def __init__(self) -> None:
@@ -184,8 +185,8 @@ class Trainer:
         if self.ranks > 1:
             dist.all_reduce(torch.ones(1))
 
-    def _start_agent(self, python: str, pipes: Sequence[int], *, trainer: int, log: int) -> ForkedAgent:
-        socket.send_fds(self.asks, [ASKS_AGENT], [*pipes, trainer, log])
+    def _start_agent(self, python: str, pipes: Sequence[Connection], *, trainer: int, log: int) -> ForkedAgent:
+        socket.send_fds(self.asks, [ASKS_AGENT], [*(one.fileno() for one in pipes), trainer, log])
         return ForkedAgent(int(self.asks.recv(32)))
 
     def _check(self, model: Stamped, optimizer: Stamper, own: Own, step: int) -> None:

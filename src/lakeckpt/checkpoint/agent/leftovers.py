@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +18,7 @@ from lakeckpt.checkpoint.agent.logs import agents_of, log_path, logs_in, unused
 from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
 from lakeckpt.errors import ArenaError
 
-__all__ = ["KeptArena", "KeptRun", "Use", "kept_in", "reclaim"]
+__all__ = ["KeptArena", "Use", "kept_in", "left_logs", "reclaim", "remove_log"]
 
 Use = Literal["filled", "kept by its agent", "left", "damaged"]
 """Who needs an arena: its trainer; an agent, to persist it; nobody; nobody can use it."""
@@ -37,52 +38,27 @@ class KeptArena:
         return self.use in ("left", "damaged")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptRun:
-    """What a run keeps in a folder of arenas.
-
-    ``digest``: `digest_of_run`, as 32 hexadecimal digits; None for arenas that cannot be read. ``logs``: the ranks
-    whose agents have left a log and have ended.
-    """
-
-    digest: str | None
-    arenas: tuple[KeptArena, ...]
-    logs: tuple[int, ...] = ()
-
-    @property
-    def left(self) -> tuple[KeptArena, ...]:
-        """The arenas that can be reclaimed."""
-        return tuple(one for one in self.arenas if one.is_left)
+def kept_in(folder: ArenaFolder) -> list[KeptArena]:
+    """Return the arenas in ``folder``, by name. Raises `ArenaError` where the folder is not this user's alone."""
+    return [_kept(folder, info) for info in folder.found()]
 
 
-def kept_in(folder: ArenaFolder) -> list[KeptRun]:
-    """Return what is kept in ``folder``, by run. Raises `ArenaError` where the folder is not this user's alone."""
-    arenas: dict[str | None, list[KeptArena]] = {}
-    for info in folder.found():
-        one = _kept(folder, info)
-        arenas.setdefault(None if info.identity is None else info.identity.run.hex(), []).append(one)
-    logs = logs_in(folder.path)
-    return [
-        KeptRun(
-            digest=digest,
-            arenas=tuple(arenas.get(digest, ())),
-            logs=()
-            if digest is None
-            else tuple(rank for rank in logs.get(digest, ()) if _is_over(folder, digest, rank)),
-        )
-        for digest in sorted({*arenas, *logs}, key=lambda one: (one is None, one or ""))
-    ]
+def left_logs(folder: ArenaFolder) -> list[str]:
+    """Return the paths of the logs in ``folder`` whose agents have ended."""
+    return [path for path in logs_in(folder.path) if _is_over(path)]
 
 
-def reclaim(folder: ArenaFolder, kept: KeptRun) -> list[ArenaInfo]:
-    """Remove what is left of a run, and return the arenas that are gone now. Arenas that are in use again stay."""
-    gone = [one.info for one in kept.left if _is_removed(folder, one.info)]
-    for rank in kept.logs:
-        path = log_path(folder.path, kept.digest or "", rank)
-        with unused(path) as free, contextlib.suppress(FileNotFoundError):
-            if free:
-                os.unlink(path)
-    return gone
+def reclaim(folder: ArenaFolder, kept: Iterable[KeptArena]) -> set[str]:
+    """Remove the arenas of ``kept`` that are left, and return the names of those that are gone now. Arenas that are in
+    use again stay."""
+    return {one.info.name for one in kept if one.is_left and _is_removed(folder, one.info)}
+
+
+def remove_log(path: str) -> None:
+    """Remove a log, unless an agent has begun to write to it again."""
+    with unused(path) as free, contextlib.suppress(FileNotFoundError):
+        if free:
+            os.unlink(path)
 
 
 def _kept(folder: ArenaFolder, info: ArenaInfo) -> KeptArena:
@@ -94,8 +70,8 @@ def _kept(folder: ArenaFolder, info: ArenaInfo) -> KeptArena:
     return KeptArena(info=info, use=use, agents=tuple(agents_of(path)))
 
 
-def _is_over(folder: ArenaFolder, digest: str, rank: int) -> bool:
-    with unused(log_path(folder.path, digest, rank)) as free:
+def _is_over(path: str) -> bool:
+    with unused(path) as free:
         return free
 
 

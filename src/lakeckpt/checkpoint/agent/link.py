@@ -1,8 +1,9 @@
 """This module starts the agent of a trainer, and exchanges messages with it on pipes.
 
-`AgentLink` waits for the agent when it is made, and in `wait`; else it never blocks training. An agent that ends early
-(killed for memory, say) takes its pending orders with it: the link reports them as failed at the next call, and starts
-another agent at the next order. The link starts no threads. Imports without torch.
+`AgentLink` waits for the agent when it is made, and in `wait`; else it never blocks training: messages are queued until
+the pipe has room. An agent that ends early (killed for memory, say) takes its pending orders with it: the link reports
+them as failed at the next call, and starts another agent at the next order. The link starts no threads. Imports without
+torch.
 """
 
 from __future__ import annotations
@@ -12,20 +13,23 @@ import os
 import select
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 from lakeckpt.checkpoint.agent.logs import log_path, open_log
 from lakeckpt.checkpoint.agent.orders import (
     Begin,
     Bye,
     Dropped,
-    Frames,
     Message,
     Order,
     Outcome,
     Ready,
-    framed,
+    message_from_bytes,
+    message_to_bytes,
 )
 from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
@@ -48,15 +52,15 @@ class _Child:
     """An agent process and this side of its pipes."""
 
     process: subprocess.Popen[bytes]
-    orders: int
-    outcomes: int
+    orders: Connection
+    outcomes: Connection
     checksummer: Checksummer
     is_ready: bool = False
 
     def hang_up(self) -> None:
         """Close the pipes, but for those of checksums: the thread that copies may be about to use them."""
-        os.close(self.orders)
-        os.close(self.outcomes)
+        self.orders.close()
+        self.outcomes.close()
         if self.process.poll() is None:
             _ending.append(self.process.pid)
             self.process.returncode = 0  # nobody waits for it
@@ -81,8 +85,7 @@ class AgentLink:
         self._lost = ""  # why there is no agent
         self._pending: set[tuple[int, int]] = set()
         self._got: list[Outcome] = []
-        self._unsent = bytearray()
-        self._frames = Frames()
+        self._unsent: deque[Message] = deque()
         self._start()
         self._wait_until_ready()
 
@@ -93,8 +96,8 @@ class AgentLink:
 
     @property
     def checksummer(self) -> Checksummer | None:
-        """What takes the checksums of captured slices in the agent, for as long as this agent lives. Any thread may
-        ask."""
+        """The requests for checksums of captured slices to this agent; None without an agent. Any thread may read the
+        property."""
         child = self._child
         return None if child is None else child.checksummer
 
@@ -125,12 +128,12 @@ class AgentLink:
         until_s = waiter.now() + timeout_s
         self._look()
         while not self._got and (child := self._child) is not None and (left_s := until_s - waiter.now()) > 0:
-            self._wait_for(child, min(left_s, _LOOK_S))
+            child.outcomes.poll(min(left_s, _LOOK_S))
             self._look()
         return bool(self._got)
 
     def close(self, *, well: bool) -> None:
-        """End the agent's work: ``well``, or as for a trainer that died. What was ordered is persisted all the same."""
+        """End the agent's work: ``well``, or as for a trainer that died. The agent persists what was ordered first."""
         if os.getpid() != self._process:
             return
         self._look()
@@ -140,7 +143,7 @@ class AgentLink:
         waiter = SystemWaiter()
         until_s = waiter.now() + _BYE_S
         while self._unsent and (child := self._child) is not None and (left_s := until_s - waiter.now()) > 0:
-            self._wait_for(child, left_s)
+            _has_room(child.orders, left_s)
             self._look()
         self._end()
 
@@ -149,34 +152,28 @@ class AgentLink:
     def _start(self) -> None:
         """Start an agent. Raises `AgentError`."""
         _ending[:] = [pid for pid in _ending if not _is_over(pid)]
-        ours, theirs = [], []
         try:
             ArenaFolder(self._begin.arenas).make()
             log = open_log(self._log)
         except (OSError, ArenaError) as error:
             raise AgentError(f"an agent cannot be started, as its log cannot be written: {error}") from error
-        theirs.append(log)
+        trainer = _own_pidfd()
         try:
-            for is_to_agent in (True, False, True, False):  # orders, outcomes, asked checksums, their answers
-                reads, writes = os.pipe()
-                ours.append(writes if is_to_agent else reads)
-                theirs.append(reads if is_to_agent else writes)
-            trainer = _own_pidfd()
-            theirs += [] if trainer < 0 else [trainer]
-            process = _spawned(self._python, theirs[1:5], trainer=trainer, log=log)
+            theirs_orders, orders = Pipe(duplex=False)
+            outcomes, theirs_outcomes = Pipe(duplex=False)
+            theirs_asked, asked = Pipe(duplex=False)
+            answers, theirs_answers = Pipe(duplex=False)
+            theirs = (theirs_orders, theirs_outcomes, theirs_asked, theirs_answers)
+            process = _spawned(self._python, theirs, trainer=trainer, log=log)
+            for one in theirs:
+                one.close()
         except (OSError, subprocess.SubprocessError) as error:
-            for one in ours:
-                os.close(one)
             raise AgentError(f"an agent cannot be started with {self._python!r}: {error}") from error
         finally:
-            for one in theirs:
-                os.close(one)
-        for one in ours:
-            os.set_blocking(one, False)
-        self._frames = Frames()
-        self._child = _Child(
-            process=process, orders=ours[0], outcomes=ours[1], checksummer=Checksummer(ours[2], ours[3])
-        )
+            os.close(log)
+            if trainer >= 0:
+                os.close(trainer)
+        self._child = _Child(process=process, orders=orders, outcomes=outcomes, checksummer=Checksummer(asked, answers))
         self._send(self._begin)
 
     def _start_again(self) -> None:
@@ -190,7 +187,7 @@ class AgentLink:
         waiter = SystemWaiter()
         until_s = waiter.now() + _START_S
         while (child := self._child) is not None and not child.is_ready and waiter.now() < until_s:
-            self._wait_for(child, _LOOK_S)
+            child.outcomes.poll(_LOOK_S)
             self._look()
         if child is None:
             raise AgentError(self._lost)
@@ -206,12 +203,10 @@ class AgentLink:
         has_ended = child.process.poll() is not None  # before the last bytes are read
         self._flush()
         try:
-            while data := os.read(child.outcomes, 2**16):
-                for message in self._frames.add(data):
-                    self._receive(child, message)
+            while child.outcomes.poll():
+                self._receive(child, message_from_bytes(child.outcomes.recv_bytes()))
+        except EOFError:
             has_ended = True
-        except BlockingIOError:
-            pass
         except (OSError, WireError, AgentError) as error:
             self._lost = self._lost or f"the agent's messages cannot be read: {error}"
             has_ended = True
@@ -254,33 +249,34 @@ class AgentLink:
 
     def _send(self, message: Message) -> None:
         if self._child is not None:
-            self._unsent += framed(message)
+            self._unsent.append(message)
             self._flush()
 
     def _flush(self) -> None:
         """Send as much as the agent takes now: an agent that takes nothing does not block training."""
-        with contextlib.suppress(OSError):  # it is full, or `_look` finds that the agent is gone
-            while self._child is not None and self._unsent and os.getpid() == self._process:
-                del self._unsent[: os.write(self._child.orders, self._unsent)]
-
-    def _wait_for(self, child: _Child, timeout_s: float) -> None:
-        """Wait until the agent has sent something or, if something is unsent, takes something."""
-        waits = select.poll()  # ``select`` refuses descriptors above 1023
-        waits.register(child.outcomes, select.POLLIN)
-        if self._unsent:
-            waits.register(child.orders, select.POLLOUT)
-        waits.poll(1000 * timeout_s)
+        with contextlib.suppress(OSError):  # `_look` finds that the agent is gone
+            while (child := self._child) is not None and self._unsent and os.getpid() == self._process:
+                if not _has_room(child.orders, 0):
+                    return
+                child.orders.send_bytes(message_to_bytes(self._unsent.popleft()))
 
 
-def _spawned(python: str, pipes: Sequence[int], *, trainer: int, log: int) -> subprocess.Popen[bytes]:
+def _has_room(pipe: Connection, timeout_s: float) -> bool:
+    """Wait until a pipe takes a message, at most ``timeout_s``. Returns whether it does."""
+    waits = select.poll()  # ``select`` refuses descriptors above 1023
+    waits.register(pipe, select.POLLOUT)
+    return bool(waits.poll(1000 * timeout_s))
+
+
+def _spawned(python: str, pipes: Sequence[Connection], *, trainer: int, log: int) -> subprocess.Popen[bytes]:
     """Start the process, which imports what this process imports."""
-    orders, outcomes, asked, answers = pipes
+    orders, outcomes, *checksums = [one.fileno() for one in pipes]
     return subprocess.Popen(
-        [python, "-P", "-m", "lakeckpt.checkpoint.agent", str(asked), str(answers), str(trainer)],
+        [python, "-P", "-m", "lakeckpt.checkpoint.agent", *map(str, (*checksums, trainer))],
         stdin=orders,
         stdout=outcomes,
         stderr=log,
-        pass_fds=[asked, answers, *([] if trainer < 0 else [trainer])],
+        pass_fds=[*checksums, *([] if trainer < 0 else [trainer])],
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": _imported_from()},
     )

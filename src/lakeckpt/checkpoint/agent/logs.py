@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 __all__ = ["agents_of", "log_path", "logs_in", "open_log", "unused"]
 
-_NAME = re.compile(r"([0-9a-f]{32})\.(\d+)\.log", re.ASCII)
+_NAME = re.compile(r"[0-9a-f]{32}\.\d+\.log", re.ASCII)
 _PROCESS = re.compile(rb"^\S+ \S+ \[(\d+)\] begins", re.MULTILINE)
 _LONG_BYTES = 2**20
 
@@ -25,14 +25,10 @@ def log_path(folder: str, digest: str, rank: int) -> str:
     return os.path.join(folder, f"{digest}.{rank}.log")
 
 
-def logs_in(folder: str) -> dict[str, list[int]]:
-    """Return the ranks that have a log in ``folder``, by digest of the run."""
-    found: dict[str, list[int]] = {}
-    with contextlib.suppress(FileNotFoundError):
-        for name in sorted(os.listdir(folder)):
-            if (match := _NAME.fullmatch(name)) is not None:
-                found.setdefault(match[1], []).append(int(match[2]))
-    return found
+def logs_in(folder: str) -> list[str]:
+    """Return the paths of the logs in ``folder``."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return [os.path.join(folder, name) for name in names if _NAME.fullmatch(name)]
 
 
 def open_log(path: str) -> int:

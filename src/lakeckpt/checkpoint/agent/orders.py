@@ -1,13 +1,13 @@
 """This module defines the messages between a trainer and its agent, and their bytes on a pipe.
 
-The trainer sends `Begin` first, then `Order` and `Dropped`, and `Bye` at the end. The agent answers
-`Begin` with `Ready` and each order with an `Outcome`. A message is a document of ``wire`` behind its length, and names
-the release of lakeckpt that wrote it: both ends must be of one release. Nothing is unpickled. Imports without torch.
+The trainer sends `Begin` first, then `Order` and `Dropped`, and `Bye` at the end. The agent answers `Begin` with
+`Ready` and each order with an `Outcome`. A message is a document of ``wire`` that names the release of lakeckpt that
+wrote it: both ends must be of one release. Nothing is unpickled. Imports without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +23,15 @@ __all__ = [
     "Begin",
     "Bye",
     "Dropped",
-    "Frames",
     "Message",
     "Order",
     "Outcome",
     "Ready",
-    "framed",
+    "message_from_bytes",
+    "message_to_bytes",
 ]
 
 _KIND, _VERSION = "agent", (1, 0)
-_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,35 +114,17 @@ Message = Begin | Ready | Order | Dropped | Outcome | Bye
 _TYPES: dict[str, type[Message]] = {one.__name__: one for one in (Begin, Ready, Order, Dropped, Outcome, Bye)}
 
 
-def framed(message: Message) -> bytes:
+def message_to_bytes(message: Message) -> bytes:
     """Return the bytes of a message on a pipe."""
     plain = {"message": type(message).__name__, "library": __version__, **to_plain(message)}
-    data = dumps(plain, kind=_KIND, version=_VERSION)
-    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
+    return dumps(plain, kind=_KIND, version=_VERSION)
 
 
-class Frames:
-    """Joins what was read of a pipe into messages."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def add(self, data: bytes) -> Iterator[Message]:
-        """Yield the messages that ``data`` completes. Raises `WireError`, and `AgentError` for a message of another
-        release."""
-        self._data += data
-        while len(self._data) >= _LENGTH_BYTES:
-            end = _LENGTH_BYTES + int.from_bytes(self._data[:_LENGTH_BYTES], "little")
-            if len(self._data) < end:
-                return
-            document = bytes(self._data[_LENGTH_BYTES:end])
-            del self._data[:end]
-            yield _message(loads(document, kind=_KIND, supported=_VERSION))
-
-
-def _message(value: object) -> Message:
+def message_from_bytes(data: bytes) -> Message:
+    """Return the message of which `message_to_bytes` made ``data``. Raises `WireError`, and `AgentError` for a message
+    of another release."""
     what = "a message between a trainer and its agent"
-    plain = dict(fields_of(value, what))
+    plain = dict(fields_of(loads(data, kind=_KIND, supported=_VERSION), what))
     library = plain.pop("library", None)
     if library != __version__:
         raise AgentError(

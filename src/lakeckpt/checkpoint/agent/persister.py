@@ -169,7 +169,7 @@ class Persister:
                 self._note(order, error)
         self._order = None
         self._dropped.pop((order.step, order.number), None)
-        self._tell(order, found, self._waiter.now() - begun_s)
+        self._report_outcome(order, found, self._waiter.now() - begun_s)
 
     def _hold(self, order: Order, stack: contextlib.ExitStack) -> Held | Exception | None:
         """Return the locked generation, None where there is none, or the error for which it cannot be locked."""
@@ -187,11 +187,11 @@ class Persister:
                 error = SaveFailed(f"step {order.step} was skipped for a newer cut, and the store takes no note of it")
         except LakeckptError as refused:
             error = refused
-        self._tell(order, error, 0.0)
+        self._report_outcome(order, error, 0.0)
 
     def _note(self, order: Order, error: Exception) -> None:
         """Write why this rank dropped a save, where the agents of other ranks may not know it yet. Where the store
-        takes no note, the trainers tell each other, and their agents by `Dropped`."""
+        takes no note, the trainers report the error to each other, and to their agents by `Dropped`."""
         is_stores = any(isinstance(one, StorageError) for one in (error, error.__cause__))
         is_trainers = bool(order.failure) or (order.step, order.number) in self._dropped
         if self.world_size > 1 and (is_stores or is_trainers or not isinstance(error, LakeckptError)):
@@ -246,8 +246,8 @@ class Persister:
                 raise save_error(failure)
 
     def _refuse_pointless(self) -> None:
-        """Raise where the trainer has ended and nobody needs a commit: the run was removed, and must not come back by
-        itself, or another attempt has begun. The agents of other ranks may be dead, and never send what is awaited."""
+        """Raise where the trainer has ended and nobody needs a commit. Either the run was removed, and the agent must
+        not write it again, or another attempt has begun. The agents of other ranks may be dead, and send nothing."""
         if self._bye is None:
             return
         if lost := self._publisher.tip.lost():
@@ -260,7 +260,7 @@ class Persister:
             self._publisher.tip.catch_up()
 
     def _refuse_over(self, order: Order) -> None:
-        """Raise where the other ranks may never come to this order: their trainers died before they gave it."""
+        """Raise where the other ranks may have no such order: their trainers died before they sent it."""
         self._refuse_pointless()
         is_over = self.is_final and order.number != FINAL
         if is_over and self._storage.list(final_folder(self._publisher.attempt.number)):
@@ -268,7 +268,7 @@ class Persister:
 
     # --- outcomes
 
-    def _tell(self, order: Order, found: Manifest | Exception, took_s: float) -> None:
+    def _report_outcome(self, order: Order, found: Manifest | Exception, took_s: float) -> None:
         if isinstance(found, Manifest):
             outcome = Outcome(
                 step=order.step,

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection, wait
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
-from lakeckpt.checkpoint.agent.orders import Begin, Bye, Frames, Message, Ready, framed
+from lakeckpt.checkpoint.agent.orders import Begin, Bye, Message, Ready, message_from_bytes, message_to_bytes
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.checksummer import answer
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
@@ -32,7 +32,7 @@ from lakeckpt.tracking.waiting import SystemWaiter
 
 __all__ = ["main"]
 
-_DEATH_MS = 5000
+_DEATH_S = 5.0
 """How long the agent waits for the end of a trainer that has closed its pipe: its locks on the arena end with it."""
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -44,13 +44,13 @@ def main(asked: int, answers: int, trainer: int) -> int:
     """
     for one in _IGNORED:
         signal.signal(one, signal.SIG_IGN)
-    orders, outcomes = os.dup(0), os.dup(1)
+    orders, outcomes = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # a library that prints must not print into the pipe
 
     def report(message: Message) -> None:
         with contextlib.suppress(OSError):  # the trainer is gone
-            os.write(outcomes, framed(message))
+            outcomes.send_bytes(message_to_bytes(message))
 
     messages = _messages(orders, trainer)
     name = "an agent"
@@ -87,24 +87,18 @@ def main(asked: int, answers: int, trainer: int) -> int:
     return 0
 
 
-def _messages(orders: int, trainer: int) -> Iterator[Message]:
+def _messages(orders: Connection, trainer: int) -> Iterator[Message]:
     """Yield what comes on the pipe ``orders``. The last message is a `Bye`: the trainer's, or that of a trainer that
     died, at the end of the pipe or of the process that the pidfd ``trainer`` names (-1: there is none)."""
-    frames = Frames()
-    waits = select.poll()
-    for one in (orders, trainer):
-        if one >= 0:
-            waits.register(one, select.POLLIN)
     # Once the pipe is silent and the trainer is dead, everything that the trainer wrote was read.
-    while orders in {descriptor for descriptor, _ in waits.poll()} and (data := os.read(orders, 2**20)):
-        for message in frames.add(data):
+    with contextlib.suppress(EOFError, OSError):
+        while orders in wait([orders, trainer] if trainer >= 0 else [orders]):
+            message = message_from_bytes(orders.recv_bytes())
             yield message
             if isinstance(message, Bye):
                 return
     if trainer >= 0:  # the kernel closes the pipe of a process that ends before it releases all its locks
-        dead = select.poll()
-        dead.register(trainer, select.POLLIN)
-        dead.poll(_DEATH_MS)
+        wait([trainer], _DEATH_S)
     yield Bye(well=False)
 
 

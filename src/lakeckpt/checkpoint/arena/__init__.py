@@ -1,1 +1,1 @@
-"""Complete cuts in host memory that outlive the process which made them."""
+"""This package keeps complete cuts in host memory, which outlives the process that made them."""

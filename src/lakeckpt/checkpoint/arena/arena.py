@@ -171,8 +171,9 @@ class Arena:
 
         ``common``: the newest step that every rank is known to have complete; generations from that step on stay. None:
         nothing is known, and a generation is begun only where those of two newer steps are complete, because one rank
-        may be a step ahead of another when it dies. Of several generations that an attempt has captured of one step,
-        only the last is kept; that of an attempt before is kept as long as there is room.
+        may be a step ahead of another when it dies. An attempt may have captured several generations of one step: only
+        the last of them is kept. A generation of the step that an earlier attempt has captured is kept as long as there
+        is room.
         """
         assert self.writes, "this opening of the arena only reads"
         with self._lock:  # so that no generation that is completed meanwhile looks as if nobody filled it
@@ -187,7 +188,7 @@ class Arena:
         return None
 
     def _spare(self, common: int | None) -> list[int]:
-        """Return the generations that may be begun, in the order in which they are missed the least."""
+        """Return the generations that may be begun, the least needed first."""
         records = {number: record for number, record in self._records() if number not in self._filling}
         by_age = sorted(records, key=lambda number: _age(records[number]))
         last = {records[number].step: number for number in by_age}
@@ -197,7 +198,7 @@ class Arena:
         spare = [number for number in range(self.layout.generations) if number not in {*records, *self._filling}]
         spare += [number for number in by_age if number not in last_of_attempt.values()]
         spare += [number for number in by_age if records[number].step < min(safe, steps[0])]
-        # Another rank may have nothing newer than what an attempt before has captured of a step: that is spared last.
+        # Another rank may have nothing newer than the generation of an earlier attempt: it is begun last.
         spare += [number for number in by_age if number not in last.values()]
         return spare
 

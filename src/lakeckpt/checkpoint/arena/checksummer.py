@@ -16,13 +16,12 @@ import queue
 import select
 import struct
 import threading
-import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
 
-from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, leaf_digests
-from lakeckpt.errors import ArenaError
+from lakeckpt.checkpoint.format.digests import leaf_digests
+from lakeckpt.errors import AgentError
 
 __all__ = ["Checksummer", "answer"]
 
@@ -34,60 +33,43 @@ _ONCE_MORE_S = 2.0
 
 
 class Checksummer:
-    """Requests checksums on the pipe ``to``, and takes them from the pipe ``come``. Called by one thread."""
+    """Requests checksums on the pipe ``requests``, and takes them from the pipe ``answers``. Called by one thread."""
 
-    def __init__(self, to: int, come: int) -> None:
-        self._to, self._from = to, come
-        self._sizes: deque[int] = deque()
-        """How many bytes each answer has that was not taken yet."""
-        self._received = bytearray()
+    def __init__(self, requests: Connection, answers: Connection) -> None:
+        self._requests, self._answers = requests, answers
         self._name, self._leaf_bytes = b"", 1
-        weakref.finalize(self, _closed, to, come)  # not earlier: another thread may be about to read
+        self.is_lost = False
+        """Whether the agent has stopped answering: it has ended, or nothing came from it in a minute."""
 
     def use(self, name: str, *, leaf_bytes: int) -> None:
         """Request checksums of the arena ``name`` from now on."""
         self._name, self._leaf_bytes = name.encode(), leaf_bytes
 
     def ask(self, bounds: Sequence[tuple[int, int]]) -> None:
-        """Request the checksums of bytes [start, stop), for each of ``bounds``. Raises `ArenaError` if the agent does
+        """Request the checksums of bytes [start, stop), for each of ``bounds``. Raises `AgentError` if the agent does
         not answer."""
-        unsent = b"".join(_REQUEST.pack(self._name, start, stop, self._leaf_bytes) for start, stop in bounds)
-        with _answering():
-            while unsent:
-                _wait(self._to, select.POLLOUT)
-                unsent = unsent[os.write(self._to, unsent) :]
-        self._sizes += [DIGEST_BYTES * max(1, -(-(stop - start) // self._leaf_bytes)) for start, stop in bounds]
+        with self._answering():
+            for start, stop in bounds:
+                _wait(self._requests, select.POLLOUT)
+                self._requests.send_bytes(_REQUEST.pack(self._name, start, stop, self._leaf_bytes))
 
     def take(self) -> bytes:
         """Return the checksums that were requested first and not taken yet. Raises as `ask` does."""
-        size = self._sizes[0]
-        with _answering():
-            while len(self._received) < size:
-                _wait(self._from, select.POLLIN)
-                received = os.read(self._from, 2**16)
-                if not received:
-                    raise EOFError("it has ended")
-                self._received += received
-        self._sizes.popleft()
-        found = bytes(self._received[:size])
-        del self._received[:size]
-        return found
+        with self._answering():
+            _wait(self._answers, select.POLLIN)
+            return self._answers.recv_bytes()
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, EOFError) as error:
+            self.is_lost = True
+            why = str(error) or "it has ended"
+            raise AgentError(f"the agent, which takes the checksums of an arena, does not answer ({why})") from error
 
 
-@contextlib.contextmanager
-def _answering() -> Iterator[None]:
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        raise ArenaError(f"the agent, which takes the checksums of an arena, does not answer ({error})") from error
-
-
-def _closed(*pipes: int) -> None:
-    for one in pipes:
-        os.close(one)
-
-
-def _wait(pipe: int, what: int) -> None:
+def _wait(pipe: Connection, what: int) -> None:
     """Wait until the pipe may be read or written. Raises ``TimeoutError``; the time for which this process was stopped
     does not count."""
     waits = select.poll()
@@ -102,27 +84,28 @@ def answer(requests: int, answers: int, folder: str) -> None:
     An arena that cannot be mapped ends it, and closes the pipe: the trainer then takes the checksums itself.
     """
     found: queue.SimpleQueue[Future[bytes] | None] = queue.SimpleQueue()
-    with ThreadPoolExecutor(_THREADS) as pool, open(requests, "rb") as requested:
-        sender = threading.Thread(target=_send, args=(found, answers), daemon=True)
+    with (
+        ThreadPoolExecutor(_THREADS) as pool,
+        Connection(requests, writable=False) as requested,
+        Connection(answers, readable=False) as answered,
+    ):
+        sender = threading.Thread(target=_send, args=(found, answered), daemon=True)
         sender.start()
         name, data = b"", memoryview(b"")
-        with contextlib.suppress(OSError):
-            while len(request := requested.read(_REQUEST.size)) == _REQUEST.size:
-                arena, start, stop, leaf_bytes = _REQUEST.unpack(request)
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                arena, start, stop, leaf_bytes = _REQUEST.unpack(requested.recv_bytes())
                 if arena != name:
                     name, data = arena, _mapped(os.path.join(folder, arena.rstrip(b"\0").decode()))
                 found.put(pool.submit(leaf_digests, data[start:stop], leaf_bytes))
         found.put(None)
         sender.join()
-    os.close(answers)
 
 
-def _send(found: queue.SimpleQueue[Future[bytes] | None], answers: int) -> None:
+def _send(found: queue.SimpleQueue[Future[bytes] | None], answered: Connection) -> None:
     with contextlib.suppress(BrokenPipeError):  # the trainer has died
         while (one := found.get()) is not None:
-            unsent = one.result()
-            while unsent:
-                unsent = unsent[os.write(answers, unsent) :]
+            answered.send_bytes(one.result())
 
 
 def _mapped(path: str) -> memoryview:

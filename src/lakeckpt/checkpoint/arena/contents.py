@@ -8,8 +8,7 @@
     readers    name → the record of a reader at the cut, opaque here
 
 `Documents` writes and reads them. `contents_of` joins them with the data of a generation that is held: `Contents`
-verifies tensors, and copies them to where they belong. What was read is checked against the arena's size before the
-data are looked at.
+verifies tensors, and copies them to where they belong.
 
 Imports without torch. Threads are started and joined inside `Contents.verify`, `Contents.fill` and
 `Contents.fill_range`.
@@ -29,7 +28,7 @@ from lakeckpt.checkpoint.arena.arena import Held
 from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests, leaves_of_all
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
-from lakeckpt.errors import ArenaDamaged, WireDamaged, WireError
+from lakeckpt.errors import ArenaDamaged, WireError
 from lakeckpt.wire.documents import Count, as_row, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
@@ -80,15 +79,12 @@ class TensorTable:
         data = from_plain(bytes, plain, "a table of tensors")
         found = loads(data, kind=_TABLE_KIND, supported=_TABLE_VERSION)
         rows: tuple[TensorPlace, ...] = from_plain(tuple[TensorPlace, ...], found, "a table of tensors")
-        places = {one.spec.key: one for one in rows}
-        if len(places) != len(rows):
-            raise WireDamaged("a table of tensors names one of them twice")
-        return cls(places=places)
+        return cls(places={one.spec.key: one for one in rows})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Documents:
-    """What a generation holds besides its data."""
+    """The documents of a generation, beside its data."""
 
     trees: Mapping[str, bytes]
     table: TensorTable
@@ -193,9 +189,6 @@ def contents_of(held: Held) -> Contents:
     data = held.documents()
     try:
         documents = Documents.from_bytes(data)
-        for key, one in documents.table.places.items():
-            if one.stop > held.arena.layout.data_bytes:
-                raise WireDamaged(f"the tensor {key!r} would end at {one.stop} of {held.arena.layout.data_bytes} bytes")
     except WireError as error:
         raise ArenaDamaged(
             f"in the arena {held.arena.name!r}, what step {held.record.step} holds cannot be read: {error}. Take an "

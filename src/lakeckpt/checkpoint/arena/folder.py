@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
-from lakeckpt.checkpoint.arena.room import available_bytes
 from lakeckpt.errors import ArenaDamaged, ArenaError
+from lakeckpt.reading.memory import available_bytes
 
 __all__ = ["ArenaFolder", "ArenaInfo"]
 
@@ -30,7 +30,7 @@ _SHM = "/dev/shm"
 _SPARED = 0.02
 """The part of a file system's room that is left free."""
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Says nothing about what was to be opened: this process, or the system, can open no more."""
+"""These errors do not concern the file: this process, or the system, can open no more files."""
 _NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFBIG)
 _NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 

@@ -35,7 +35,7 @@ _KIND, _VERSION = "arena", (1, 0)
 _RECORD_KIND, _RECORD_VERSION = "arena-generation", (1, 0)
 _LENGTH_BYTES = 8
 _RECORD_ROOM = 2048
-"""What a record takes beside its checksums."""
+"""The room in a record for all but its checksums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +45,6 @@ class ArenaIdentity:
     run: Digest
     rank: Count
     world: Positive
-
-    def __post_init__(self) -> None:
-        if len(self.run) != DIGEST_BYTES or not 0 <= self.rank < self.world:
-            raise ValueError(f"no arena of rank {self.rank} of {self.world} of the run {self.run!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +57,6 @@ class ArenaLayout:
     slice_bytes: Positive
     documents_bytes: Count
     generations: Positive = 3
-
-    def __post_init__(self) -> None:
-        if self.data_bytes < 0 or self.slice_bytes < 1 or self.documents_bytes < 0 or self.generations < 2:
-            raise ValueError(f"no layout of an arena: {self}")
-        if len(self.plan) != DIGEST_BYTES:
-            raise ValueError(f"the digest of a plan has {DIGEST_BYTES} bytes, got {self.plan!r}")
 
     @property
     def num_slices(self) -> int:
@@ -132,7 +122,7 @@ class ArenaLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRecord:
-    """What makes a generation complete. ``cut`` (16 bytes) is the digest of the cut, the same on every rank."""
+    """The record that makes a generation complete. ``cut``: the digest of the cut (16 bytes), alike on every rank."""
 
     sequence: Count
     step: Count

@@ -1,11 +1,11 @@
-"""This module admits slices of a capture into the idle windows of a rank: `BubbleGate`, around the policy.
+"""This module admits slices of a capture: `Gate` at once, `BubbleGate` into the idle windows of a rank.
 
-The training thread, or a hook that watches it, reports when it begins to wait and when it goes on. The copier asks
-before each slice, and is blocked until the policy admits the slice or the fence has come. The gate keeps a record of
-the last iterations for reports.
+The copier asks its gate before each slice, and reports to it afterwards. For a `BubbleGate`, the training thread, or a
+hook that watches it, reports when it begins to wait and when it goes on. The copier is blocked until the policy admits
+the slice or the fence has come. The gate keeps a record of the last iterations for reports.
 
-The gate starts no threads and copies nothing. The methods that the training thread calls take a few microseconds, and
-never wait for the copier. The module never imports torch.
+Gates start no threads, copy nothing, and never decide which bytes are copied. The methods that the training thread
+calls take a few microseconds, and never wait for the copier. The module never imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from lakeckpt.checkpoint.bubbles.policy import BubblePolicy, IdleWindow, Kind
 from lakeckpt.checkpoint.bubbles.profile import IterationRecord, MovedSlice
 
-__all__ = ["BubbleGate"]
+__all__ = ["BubbleGate", "Gate"]
 
 _KEEP_ITERATIONS = 32
 _MOST = 4096
@@ -27,7 +27,40 @@ _MOST = 4096
 _LOOK_AGAIN_S = 0.1
 
 
-class BubbleGate:
+class Gate:
+    """Admits every slice at once, and records nothing. The training thread calls `start`, `hurry` and `fenced`, which
+    return at once.
+
+    One copier at a time calls `admit` and `moved`, from its own thread. `moved` follows each `admit`, unless the
+    capture is aborted: then `start` follows.
+    """
+
+    paces = False
+    """Whether slices may have to wait. If they never wait, slices from a device may move together."""
+
+    def start(self, size_bytes: int, /) -> None:
+        """Begin a capture, which moves ``size_bytes`` before its fence."""
+
+    def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
+        """Wait until a slice of ``size_bytes`` may move, or until ``urgent`` is set because the state will change.
+
+        Must return soon after ``urgent`` is set, and must not raise.
+        """
+
+    def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
+        """Record that the slice admitted last was copied between two times of ``time.perf_counter``.
+
+        With no bytes, it was not copied: other work took the time, or the fence took the slice.
+        """
+
+    def hurry(self) -> None:
+        """Wake the copier that waits in `admit`. The fence calls it after ``urgent`` is set."""
+
+    def fenced(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
+        """Record that the fence copied a slice itself, or queued its copy, because it was not admitted in time."""
+
+
+class BubbleGate(Gate):
     """A `Gate` that admits slices into idle windows of this rank.
 
     ``clock`` gives the times of windows and slices; default: `time.perf_counter`. `records` keeps the last
@@ -94,12 +127,12 @@ class BubbleGate:
     # --- called by the capture
 
     def start(self, size_bytes: int, /) -> None:
-        """Begin a capture, which moves ``size_bytes`` before its fence."""
+        """See `Gate`."""
         with self._changed:
             self._policy.begin_capture(size_bytes)
 
     def admit(self, size_bytes: int, urgent: threading.Event, /) -> None:
-        """Wait until a slice of ``size_bytes`` may move, or ``urgent`` is set."""
+        """See `Gate`."""
         with self._changed:
             self._asked = size_bytes
             while not urgent.is_set():
@@ -113,19 +146,19 @@ class BubbleGate:
             self._urgent = urgent.is_set()
 
     def moved(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
-        """Record that the slice admitted last was copied in [begin_s, end_s). With no bytes, it was not copied."""
+        """See `Gate`."""
         with self._changed:
             self._policy.moved(size_bytes, begin_s, end_s)
             if size_bytes:
                 self._keep_slice(size_bytes, begin_s, end_s, urgent=self._urgent)
 
     def hurry(self) -> None:
-        """Wake the copier if it waits in `admit`. The fence calls it after ``urgent`` is set."""
+        """See `Gate`."""
         with self._changed:
             self._changed.notify_all()
 
     def fenced(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
-        """Record that the fence copied a slice in [begin_s, end_s), because it was not admitted in time."""
+        """See `Gate`."""
         with self._changed:
             self._policy.fenced(size_bytes)
             self._keep_slice(size_bytes, begin_s, end_s, urgent=True)

@@ -2,8 +2,8 @@
 
 Each rank of an attempt has one document beside the checkpoints of its run: ``bubbles/{attempt}/{rank}.lkc``. The
 document is for people (``lakeckpt report``): no decision depends on it, and a run is complete without it. Times are
-seconds of the rank's own monotonic clock; ``epoch_s`` is the time since 1970 when this clock was 0. Intervals are
-half-open. A slice that was copied partly inside windows counts by its share of time.
+seconds of the rank's own monotonic clock. Intervals are half-open. A slice that was copied partly inside windows counts
+by its share of time.
 
 `ProfileKeeper` has one thread, which the manager starts and stops. The module never imports torch.
 """
@@ -53,10 +53,6 @@ class MovedSlice:
     end_s: float
     urgent: bool = False
 
-    def __post_init__(self) -> None:
-        if self.size_bytes < 0 or not self.begin_s <= self.end_s:
-            raise ValueError(f"{self.size_bytes} bytes moved from {self.begin_s} to {self.end_s} s")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationRecord:
@@ -68,10 +64,6 @@ class IterationRecord:
     windows: tuple[IdleWindow, ...]
     slices: tuple[MovedSlice, ...]
 
-    def __post_init__(self) -> None:
-        if not self.begin_s <= self.end_s:
-            raise ValueError(f"the iteration after step {self.step} from {self.begin_s} to {self.end_s} s")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BubbleProfile:
@@ -80,13 +72,7 @@ class BubbleProfile:
     attempt: Count
     rank: Count
     world_size: Positive
-    epoch_s: float
-    """Seconds since 1970 when the clock of ``records`` was 0."""
     records: tuple[IterationRecord, ...]
-
-    def __post_init__(self) -> None:
-        if self.rank >= self.world_size:
-            raise ValueError(f"a profile of rank {self.rank} of {self.world_size} in attempt {self.attempt}")
 
     def to_bytes(self) -> bytes:
         """Return the document."""

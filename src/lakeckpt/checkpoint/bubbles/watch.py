@@ -8,7 +8,6 @@ writes the profile; the manager stops it.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -71,9 +70,8 @@ class Bubbles:
         """Write the last iterations beside the checkpoints of a run, once a minute until the keeper is ended."""
 
         def write() -> None:
-            records, epoch_s = self.gate.records(), time.time() - self.gate.clock()
-            profile = BubbleProfile(attempt=attempt, rank=rank, world_size=world_size, epoch_s=epoch_s, records=records)
-            save_profile(storage, profile)
+            records = self.gate.records()
+            save_profile(storage, BubbleProfile(attempt=attempt, rank=rank, world_size=world_size, records=records))
 
         keeper = ProfileKeeper(write, f"rank {rank}")
         keeper.begin()

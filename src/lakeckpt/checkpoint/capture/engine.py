@@ -6,8 +6,8 @@ the next optimizer step the fence copies the remaining slices (``fence``, ``slic
 when the last slice has its checksum.
 
 A cut is skipped if the arena does not exist yet, if the capture before is still under way (with a device: two
-captures), or if no generation is free. A generation never mixes two cuts: a capture during which a tensor changed is
-dropped, and the next call raises `UnannouncedChange`.
+captures), if no generation is free, or if a device has no memory for a copy of its early tensors. A generation never
+mixes two cuts: a capture during which a tensor changed is dropped, and the next call raises `UnannouncedChange`.
 
 The first cut starts the copier; `close` stops and joins it. The engine never communicates and never writes to storage.
 """
@@ -28,25 +28,25 @@ from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph
-from lakeckpt.checkpoint.capture.gate import Gate, OpenGate
 from lakeckpt.checkpoint.capture.job import Copier, Job
 from lakeckpt.checkpoint.capture.links import Link, open_link
-from lakeckpt.checkpoint.capture.moves import Issued, Moves
 from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import Checksums, SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
 from lakeckpt.checkpoint.report import CaptureWarning
-from lakeckpt.errors import ConfigError, LakeckptError, SaveFailed
+from lakeckpt.errors import AgentError, ConfigError, LakeckptError, SaveFailed
 
 __all__ = ["CaptureEngine"]
 
 _REMEMBERED = 1000
 """The reason why a capture was dropped is kept for so many steps."""
 _MANY_BYTES = 256 * 2**20
-"""The agent takes the checksums from so many bytes of devices on. The copier takes those of fewer bytes in no time."""
-_AGENT_LOST = "{}: the copier takes the checksums until there is another agent, which costs the training thread time"
+"""The agent takes the checksums from so many bytes of devices on. The copier takes those of fewer bytes fast enough."""
+_AGENT_LOST = """{}: the capture of step {} was dropped. The copier takes the checksums of later captures, which costs \
+the training thread time, until there is another agent"""
 
 
 class CaptureEngine:
@@ -79,7 +79,7 @@ class CaptureEngine:
         generations: int = 3,
         checksummer: Callable[[], Checksummer | None] = lambda: None,
     ) -> None:
-        self._gate: Gate = OpenGate() if gate is None else gate
+        self._gate = Gate() if gate is None else gate
         self._links: dict[torch.device, Link] = {}
         self._store = ArenaStore(
             ArenaFolder() if folder is None else folder,
@@ -93,7 +93,6 @@ class CaptureEngine:
         self._linked: CapturePlan | None = None  # the plan whose devices have links
         self._linked_bytes = 0
         self._checksummer = checksummer
-        self._lost: Checksummer | None = None  # does not answer any more
         self._documents_bytes = 0
         self._samples: Samples | None = None
         self._current: Job | None = None  # the newest capture, as long as it is under way
@@ -161,6 +160,9 @@ class CaptureEngine:
             )
             self._gate.start(plan.late_bytes)
             self._copier.start()
+        except torch.OutOfMemoryError:  # of a device: the next cut tries again
+            filling.abandon()
+            return False
         except BaseException:
             filling.abandon()
             raise
@@ -206,15 +208,15 @@ class CaptureEngine:
             self._failures.remove((step, failure))
         return True, _error_of(step, failure)
 
-    def close(self, *, remove: bool = False) -> None:
-        """Finish the capture under way and release everything. ``remove``: also remove the arena: the run is over."""
+    def close(self) -> None:
+        """Finish the capture under way and release everything. The arena stays: the agent removes it."""
         if self._closed or os.getpid() != self._process:
             return  # a forked child has no copier, and the arena is its parent's
         self._closed = True
         self.fence()
         self._copier.stop()
         self._step_fence.remove()
-        self._store.close(remove=remove)
+        self._store.close()
 
     # --- a cut, on the training thread
 
@@ -255,7 +257,7 @@ class CaptureEngine:
     def _slices_of(self, plan: CapturePlan, filling: Filling) -> SliceCopier:
         """Copy the early tensors at once, and return the copies of the late tensors."""
         early, late = self._store.moves(plan, filling.number)
-        issued = self._issued_early(early)
+        issued = early.kept().make()  # they may change as soon as training goes on
         for link in self._links.values():
             link.order()
         return SliceCopier(
@@ -265,18 +267,6 @@ class CaptureEngine:
             live=list(plan.late.values()),
             early=issued,
         )
-
-    def _issued_early(self, early: Moves) -> list[Issued]:
-        """Copy the early tensors, which may change as soon as training goes on."""
-        try:
-            return early.kept().make()
-        except torch.OutOfMemoryError:  # then the device waits until it is in host memory
-            for link in self._links.values():
-                link.order()
-            issued = early.make()
-            for one in issued:
-                one.link.hold(one.ticket)
-            return issued
 
     def _settle(self) -> None:
         """Raise the errors, and issue the warnings, of the copier."""
@@ -321,22 +311,19 @@ class CaptureEngine:
 
     def _checksums_of(self, filling: Filling) -> Checksums:
         agent = self._checksummer() if self._linked_bytes >= _MANY_BYTES else None
-        if agent is None or agent is self._lost:
-            return Checksums(filling, None, lambda why: None)
+        if agent is None or agent.is_lost:
+            return Checksums(filling, None)
         assert self._store.arena is not None
         agent.use(self._store.arena.name, leaf_bytes=self._store.arena.layout.leaf_bytes)
-
-        def lost(why: str) -> None:
-            if self._lost is not agent:  # of two captures the first one reports it
-                self._lost, self._warning = agent, _AGENT_LOST.format(why)
-
-        return Checksums(filling, agent, lost)
+        return Checksums(filling, agent)
 
     def _run(self, job: Job) -> None:
         """Complete a cut. Errors are raised later by `_settle`: the copier goes on with the next job."""
         complete, failure = False, None
         try:
             complete = self._completes(job)
+        except AgentError as error:
+            self._warning = _AGENT_LOST.format(error, job.step)
         except BaseException as error:
             failure = error
         if not complete:

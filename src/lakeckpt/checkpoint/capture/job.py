@@ -34,7 +34,7 @@ class Job:
     filling: Filling
     slices: SliceCopier
     samples: Samples
-    sample: Sample | None
+    sample: Sample
     """The spots of this cut."""
     trees: Mapping[str, Callable[[], bytes]]
 

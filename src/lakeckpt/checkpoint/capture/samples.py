@@ -57,28 +57,21 @@ class Samples:
         """Return whether the spots belong to the late tensors of ``plan``, in the same places."""
         return self._plan.late is plan.late and self._plan.slices is plan.slices
 
-    def take(self) -> Sample | None:
-        """Copy the spots as they are now; on a device, after all work that this thread has queued. Returns None if the
-        device has no memory for the copies."""
-        try:
-            moves = self._moves.kept()
-        except torch.OutOfMemoryError:
-            return None
-        return Sample(moves=moves, here=self._rows.clone())
+    def take(self) -> Sample:
+        """Copy the spots as they are now; on a device, after all work that this thread has queued."""
+        return Sample(moves=self._moves.kept(), here=self._rows.clone())
 
-    def changed(self, sample: Sample | None, data: memoryview) -> frozenset[str]:
+    def changed(self, sample: Sample, data: memoryview) -> frozenset[str]:
         """Return the keys of tensors whose bytes in ``data``, a filled generation, differ from the sample."""
-        if sample is None:
-            return frozenset()
         wait_all(sample.moves.make())
         # Rows of a device arrived just now. Rows of host memory are the sample's own, because another cut may have
         # taken a new sample since.
-        come, here = self._rows.numpy(), sample.here.numpy()
+        arrived, here = self._rows.numpy(), sample.here.numpy()
         return frozenset(
             key
             for number, (key, start, stop, at) in enumerate(self._spots)
             if key in self._known
-            and (come if self._linked[number] else here)[number, : stop - start].tobytes()
+            and (arrived if self._linked[number] else here)[number, : stop - start].tobytes()
             != data[at : at + stop - start]
         )
 

@@ -10,7 +10,7 @@ exception interrupted a thread inside a slice.
 
 The copier takes the checksum of each slice itself. Where many bytes come from a device, the agent takes the checksums
 (`lakeckpt.checkpoint.arena.checksummer`): a checksum takes the interpreter's lock a thousand times for each gigabyte,
-and the training thread may wait for the lock each time. If the agent ends, the copier takes the rest. The module
+and the training thread may wait for the lock each time. If the agent ends meanwhile, the capture is dropped. The module
 starts no threads.
 """
 
@@ -21,17 +21,17 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.filling import Filling
+from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.fence import versions_of
-from lakeckpt.checkpoint.capture.gate import Gate
 from lakeckpt.checkpoint.capture.moves import Issued, Moves, wait_all
-from lakeckpt.errors import ArenaError
+from lakeckpt.errors import AgentError
 
 __all__ = ["Checksums", "SliceCopier"]
 
@@ -39,12 +39,12 @@ __all__ = ["Checksums", "SliceCopier"]
 class Checksums:
     """The checksums of one capture. Only the copier calls it.
 
-    ``agent`` takes the checksums of bytes from a device; None: the copier does. ``lost`` is called with the reason
-    when the agent does not answer any more.
+    ``agent`` takes the checksums of bytes from a device; None: the copier does. `take` and `wait` raise `AgentError` if
+    the agent does not answer any more.
     """
 
-    def __init__(self, filling: Filling, agent: Checksummer | None, lost: Callable[[str], None]) -> None:
-        self._filling, self._agent, self._lost = filling, agent, lost
+    def __init__(self, filling: Filling, agent: Checksummer | None) -> None:
+        self._filling, self._agent = filling, agent
         self._asked: deque[int] = deque()
 
     def take(self, numbers: Sequence[int], *, from_device: bool) -> None:
@@ -53,34 +53,21 @@ class Checksums:
             for number in numbers:
                 self._filling.filled(number)
             return
+        self._agent.ask([self._filling.bounds(number) for number in numbers])
         self._asked += numbers
-        with self._or_here():
-            self._agent.ask([self._filling.bounds(number) for number in numbers])
 
     def wait(self) -> None:
         """Return when all checksums are there."""
-        with self._or_here():
-            while self._asked and self._agent is not None:
-                self._filling.summed(self._asked[0], self._agent.take())
-                self._asked.popleft()
+        while self._asked and self._agent is not None:
+            self._filling.summed(self._asked[0], self._agent.take())
+            self._asked.popleft()
 
     def abort(self) -> None:
         """Return when the agent does not read the slices any more. Its answers for the next capture follow these."""
-        with self._or_here():
-            while self._asked and self._agent is not None:
+        with contextlib.suppress(AgentError):
+            while self._asked and self._agent is not None and not self._agent.is_lost:
                 self._agent.take()
                 self._asked.popleft()
-
-    @contextlib.contextmanager
-    def _or_here(self) -> Iterator[None]:
-        """If the agent ends inside the block, take the checksums that it was asked for on this thread."""
-        try:
-            yield
-        except ArenaError as error:
-            self._agent = None
-            self._lost(str(error))
-            while self._asked:
-                self._filling.filled(self._asked.popleft())
 
 
 class SliceCopier:

@@ -1,4 +1,4 @@
-"""This module watches the state of plain modules and optimizers: a look tells that nothing was replaced since the last.
+"""This module watches the state of plain modules and optimizers, and notices whether anything in it was replaced.
 
 To take a large state dict apart costs milliseconds, and at almost every cut the result is the same as before. A
 `StateWatch` remembers the containers of a state, the objects in them by identity, and the memory of their tensors. It

@@ -81,7 +81,7 @@ class ArenaStore:
             generations=self._generations,
         )
         self._was_removed = self._was_removed or (self.arena is not None and not self.arena.is_there)
-        self._close_arena()
+        self.close()
         self._remove_others()
         self.arena = self._again(layout) or self._folder.create(layout)
         self.arena.touch()
@@ -123,8 +123,8 @@ class ArenaStore:
             arena.close()
         return None
 
-    def _close_arena(self) -> None:
-        """Close the arena; its file stays."""
+    def close(self) -> None:
+        """Close the arena, if there is one. Its file stays."""
         for unpin in self._unpin:
             unpin()
         self._unpin, self._memory = [], None
@@ -153,9 +153,3 @@ class ArenaStore:
     def _late(self, plan: CapturePlan, memory: torch.Tensor) -> list[Moves]:
         moves = late_moves(plan, memory, self._links)
         return joined(moves, most_bytes=_JOINED_BYTES) if self._joins else moves
-
-    def close(self, *, remove: bool) -> None:
-        """Close everything. ``remove``: the run ended well, and nobody needs the memory any more."""
-        self._close_arena()
-        if remove:
-            self._folder.remove(self._folder.name_of(self._identity))

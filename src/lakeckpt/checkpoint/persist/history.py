@@ -11,7 +11,7 @@ It imports without torch and starts no threads of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import isnan
 from typing import Literal
@@ -33,6 +33,7 @@ __all__ = [
     "index_path",
     "kept_ever_since",
     "kept_of",
+    "lost_entries",
     "must_stay",
     "not_rolled_back",
     "read_history",
@@ -58,6 +59,8 @@ class History:
     restores: tuple[Restored, ...] = ()
     """The restores of attempts, and roll-backs, in order."""
     damaged: tuple[Damage, ...]
+    lost: str = ""
+    """Why the newest entries of the log seem to be lost; empty if nothing shows that, or nobody has looked."""
 
     @property
     def tip(self) -> Manifest | None:
@@ -175,6 +178,38 @@ def must_stay(history: History) -> set[int]:
     kept = kept_ever_since(commits, history.tip.slot)
     # A commit whose entry cannot be read may have been allowed to remove anything before it.
     return {slot for slot in kept if all(one.path < slot_path(slot) for one in history.damaged)} | {history.tip.slot}
+
+
+def lost_entries(history: History, there: Collection[str]) -> str:
+    """Return why newer entries of the log seem to be lost; empty if nothing shows that.
+
+    ``there`` are the `folders_there`, listed before the log was read. Retention removes the oldest data first, behind a
+    newer commit. If one of the newest checkpoints has no data, and no commit in the log was allowed to remove them,
+    then the commit that removed them is not in the log any more: provided that the tip has data, or that a newer save,
+    which the log does not know, has parts. If all data are gone, as of a run that was trained to its end, nothing
+    follows.
+    """
+    tip, stays = history.tip, must_stay(history)
+    if tip is None or tip.keep is None:
+        return ""
+    if tip.save.folder not in there:
+        known = {one.save.folder for one in (*history.chain, *history.abandoned)}
+        newer = any(folder > tip.save.folder and folder not in known for folder in there)
+        if not newer or any(one.path > slot_path(tip.slot) for one in history.damaged):
+            return ""  # a commit that is there and damaged is reported by itself
+        commits = sorted([*history.chain, *history.abandoned], key=lambda manifest: manifest.slot)
+        if tip.slot not in kept_ever_since(commits, tip.slot):
+            return ""
+    gone = [one for one in history.chain[-tip.keep.last :] if one.slot in stays and one.save.folder not in there]
+    if not gone:
+        return ""
+    steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in gone)
+    return (
+        f"the data of step {steps} are gone, and no commit in the log was allowed to remove them: entries newer than "
+        f"{slot_path(tip.slot)} (step {tip.step:,}) seem to be lost, unless somebody removed these data by hand. "
+        "Stop the job and put the entries back from a copy of the log, if there is one; else training goes on from "
+        "the newest checkpoint that is whole"
+    )
 
 
 def kept_of(chain: Sequence[Manifest], keep: Keep) -> frozenset[int]:

@@ -287,10 +287,8 @@ class Publisher:
             self.tip.put(manifest)
         except Exception as error:
             self._still()
-            with contextlib.suppress(StorageError):  # a successor removes what this attempt has not committed yet
-                late = [one for one in self.tip.catch_up() if one.save == save]
-                if late:
-                    return late[0]  # only the answer was lost
+            if isinstance(error, (LakeckptError, OSError)) and (late := self._committed(save)) is not None:
+                return late
             if not isinstance(error, OSError):
                 self._tell_others(save, error)
                 raise
@@ -298,6 +296,13 @@ class Publisher:
             self._tell_others(save, failure)
             raise failure from error
         return manifest
+
+    def _committed(self, save: SaveId) -> Manifest | None:
+        """Return the commit of ``save`` if only its answer was lost. Raises `AttemptSuperseded` if a successor, which
+        removes what this attempt has not committed yet, has taken the run over."""
+        with contextlib.suppress(StorageError):
+            return next((one for one in self.tip.catch_up() if one.save == save), None)
+        return None
 
     def _verified(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> Manifest:
         """Wait for the parts of all ranks, verify them and return the manifest."""

@@ -35,9 +35,11 @@ from lakeckpt.checkpoint.persist.history import (
     folders_there,
     has_obeyed,
     history_of,
+    lost_entries,
     not_rolled_back,
 )
 from lakeckpt.checkpoint.persist.log import (
+    LOG,
     Damage,
     LogView,
     SlotTaken,
@@ -172,6 +174,19 @@ class Chooser(LogReader):
         step = self._obeys()
         return self._newest() if step is None else self._rolled_back(step)
 
+    def find_lost(self) -> dict[str, str]:
+        """Return why newer entries of the log seem to be ``lost``, if something says so; after `choose`."""
+        try:
+            there = folders_there(self._storage)
+        except StorageError:  # no reason to refuse a restore
+            return {"lost": ""}
+        return {"lost": lost_entries(history_of(self.view), there)}
+
+    def report_lost(self, reason: str) -> None:
+        """Report what `find_lost` found."""
+        if reason:
+            self.report(Damage(path=LOG, reason=reason))
+
     def _offer(self, chosen: Manifest | None) -> Offer | None:
         if chosen is not None and is_carried_over(self._storage, chosen):
             return None  # somebody carried the place of this checkpoint over: it is this one that is to be restored
@@ -190,6 +205,7 @@ class Chooser(LogReader):
             if self.has_grown():
                 self.look()
                 return self._newest()
+            self.report_lost(self.find_lost()["lost"])
             raise CheckpointDamaged(
                 f"no checkpoint of this run is whole, and starting anew would hide that:{self.listing()}\n"
                 f"Mend the storage, or start a run at another place{self._behind_an_order(commits)}"

@@ -1,4 +1,4 @@
-"""How much memory an arena may take: the machine's, and what the control groups of the process allow."""
+"""How much memory a process may take: the machine's, and what the control groups of the process allow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lakeckpt.checkpoint.arena.room import available_bytes
+from lakeckpt.reading.memory import available_bytes
 
 GIB = 2**30
 
