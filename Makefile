@@ -7,7 +7,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-JOBS ?= 2
+# Twice the cores of a small machine: many tests wait for processes.
+JOBS ?= 4
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
