@@ -7,8 +7,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# Twice the cores of a small machine: many tests wait for processes.
-JOBS ?= 4
+JOBS ?= 2
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -74,8 +73,8 @@ demo: $(VENV)/demo  ## train on a real lake, kill ranks, resume, prove that ever
 
 test: lint types pytest  ## the gate: ruff, mypy, pytest (ARGS goes to pytest)
 
-pytest: $(VENV)/dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+pytest: $(VENV)/dev  # twice as many at a time: many tests wait for processes
+	$(BIN)/python -m pytest -n $$((2 * $(JOBS))) --dist worksteal $(ARGS)
 
 lint: $(VENV)/dev  ## ruff, rules and form
 	$(BIN)/ruff check .
