@@ -100,7 +100,7 @@ class Odd(torch.nn.Module):
             (torch.arange(48.0).reshape(2, 2, 3, 4) * fill).to(memory_format=torch.channels_last)
         )
         self.register_buffer("rows", base[:2])
-        self.register_buffer("middle", base[1:3])
+        self.register_buffer("middle", base[1:2])  # inside of ``rows``
         self.register_buffer("every_second", base[:, ::2])
         self.register_buffer("none", torch.empty(0, 2))
         self.register_buffer("count", torch.tensor(fill))

@@ -254,7 +254,7 @@ def test_parts_that_overlap_lie_outside_or_leave_something_out_are_told() -> Non
 
 @pytest.mark.parametrize(
     "keys",
-    [["x::at 0 of 5", "x::at 2 of 6"], ["x::at 0,0 of 5"], ["x::at  of 5"], ["x::at 0 of ,,"], [f"x::at 0 of {2**80}"]],
+    [["x::at 0 of 5", "x::at 2 of 6"], ["x::at 0,0 of 5"], ["x::at  of 5"], ["x::at 0 of ,,"]],
 )
 def test_keys_of_parts_that_do_not_fit_one_another_are_refused(keys: list[str]) -> None:
     with pytest.raises(CheckpointDamaged):

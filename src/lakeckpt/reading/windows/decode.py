@@ -64,7 +64,9 @@ def _listed(columns: Any) -> list[str]:
     is_ordered = isinstance(columns, Iterable) and not isinstance(columns, (str, bytes, Set))
     names = list(columns) if is_ordered else []
     if not is_ordered or not all(isinstance(name, str) for name in names):
-        advice = f", got the text {columns!r}: write [{columns!r}]" if isinstance(columns, str) else f", got {columns!r}"
+        advice = (
+            f", got the text {columns!r}: write [{columns!r}]" if isinstance(columns, str) else f", got {columns!r}"
+        )
         raise ConfigError(f"columns must be a list of names{advice}")
     return names
 
