@@ -123,7 +123,7 @@ def test_workers_refuse_a_place_in_the_midst_of_an_epoch_and_begin_the_one_after
         flat(reader)  # workers now have an old copy of the dataset
     reader.dataset.load_state_dict(inside)
     _, error = until_error(reader)
-    assert isinstance(error, StateUnavailable) and "midst of an epoch" in str(error)
+    assert isinstance(error, StateUnavailable) and "middle of an epoch" in str(error)
     flat(source)
     reader.dataset.load_state_dict(source.state_dict())
     assert sorted(flat(reader)) == EVERY and reader.dataset.epoch == 1

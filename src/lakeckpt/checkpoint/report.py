@@ -203,5 +203,5 @@ class RestoreReport:
     """Units (``tensor:…``, ``tree:…``) whose contents differed between ranks. On the same number of ranks these are
     units of this rank; replicas of a part of a tensor that have diverged may be missing. After a change of the world
     size, rank r takes the units of the old rank r, and a new rank takes those of the old rank r mod W."""
-    given_up: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
     """reader → why the rest of its epoch was skipped: its table version is gone (``on_version_gone="next_epoch"``)."""

@@ -154,7 +154,9 @@ class BatchSource:
         window, ahead = self._spec.window, DEFAULT_AHEAD_BYTES
         if lanes not in self._limits:
             given = self.memory_limit_bytes
-            self._limits[lanes] = limit_of(given, self._table, self._columns, window=window, lanes=lanes)
+            packing = None if self._selecting is None else self._selecting.packing
+            growth = 1.0 if packing is None else packing.growth(self._table.schema)
+            self._limits[lanes] = limit_of(given, self._table, self._columns, window=window, lanes=lanes, growth=growth)
         limit = self._limits[lanes]
         if isinstance(self._table.storage, LocalStorage):
             ahead = 0

@@ -93,7 +93,7 @@ class VersionedReader(Protocol):
     def fit(self, state: Mapping[str, Any], saved: Any, *, look: bool) -> Any:
         """How to go on from ``state``: ``index`` (of the version to `repin` to first; None: the one at hand does),
         ``excluding`` (what that index becomes with the row groups that are excluded now; None: it has the same ones),
-        and ``given_up``: why the rest of its epoch is given up; empty: it is not.
+        and ``skipped``: the reason for which the rest of its epoch is skipped; empty: it is not skipped.
 
         ``saved`` gives the index that was kept under a digest, or None. With ``look``, the files of the version are
         compared with the store. Raises a `TableError` where the version is needed and gone.

@@ -58,7 +58,7 @@ class Job:
                 "that is replayed from a CUDA graph)"
             )
         if self.slices.was_interrupted:
-            raise SaveFailed(f"the capture of step {self.step} was interrupted in the midst of a copy")
+            raise SaveFailed(f"the capture of step {self.step} was interrupted in the middle of a copy")
 
     def complete(self, documents: bytes) -> None:
         """Complete the generation."""

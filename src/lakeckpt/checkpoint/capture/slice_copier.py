@@ -89,7 +89,7 @@ class SliceCopier:
         self.changed: frozenset[int] = frozenset()
         """Which of ``live`` changed between the cut and the fence, as far as torch counts changes."""
         self.was_interrupted = False
-        """Whether an exception left a thread in the midst of a slice."""
+        """Whether an exception left a thread in the middle of a slice."""
         self._checksums, self._slices, self._early, self._gate = checksums, slices, early, gate
         self._live, self._versions = live, versions_of(live)
         self._urgent = threading.Event()

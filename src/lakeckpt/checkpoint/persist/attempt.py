@@ -56,7 +56,7 @@ class Tip:
         self._unsure: set[SaveId] = set()  # commits whose answer was lost
 
     @property
-    def given_up(self) -> set[SaveId]:
+    def abandoned(self) -> set[SaveId]:
         """The failed saves that cannot turn out to be committed any more."""
         return self.failed - self._unsure
 

@@ -350,7 +350,7 @@ class Publisher:
         """Remove the files of saves that failed, before any rank writes for the save ``now``: a full store may have no
         room for both. A save that may still turn out to be committed stays. Files that a late rank adds to a failed
         save are removed with the next commit."""
-        for save in self.tip.given_up - {now}:
+        for save in self.tip.abandoned - {now}:
             with contextlib.suppress(StorageError):  # it goes with the next commit
                 self._retention.clear(save)
                 self.tip.failed.discard(save)

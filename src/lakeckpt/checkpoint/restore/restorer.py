@@ -312,7 +312,7 @@ class Restorer:
             attempt=attempt.number,
             damaged=tuple(self._chooser.damaged.values()),
             per_rank=() if chosen is None else chosen.loaded.per_rank,
-            given_up={} if chosen is None else chosen.pins.skipped,
+            skipped={} if chosen is None else chosen.pins.skipped,
         )
         return step, attempt, report
 

@@ -64,8 +64,8 @@ def fit_readers(
             indexes[name] = fit.index
         if fit.begins is not None:
             states[name] = fit.begins
-        if fit.given_up:
-            skipped[name] = fit.given_up
+        if fit.skipped:
+            skipped[name] = fit.skipped
     return Pins(indexes=indexes, states=states, skipped=skipped)
 
 

@@ -66,7 +66,7 @@ class SharedEpoch:
 
     @property
     def is_inside(self) -> bool:
-        """True where the main process went to a place in the midst of the epoch."""
+        """True where the main process went to a place in the middle of the epoch."""
         return bool(self._numbers[_INSIDE])
 
     @property
@@ -75,7 +75,7 @@ class SharedEpoch:
         return bool(self._numbers[_LANES])
 
     def go_to(self, epoch: int, *, inside: bool = False) -> None:
-        """Let the next iteration be of ``epoch``; ``inside``: the main process is in its midst."""
+        """Let the next iteration be of ``epoch``; ``inside``: the main process is in its middle."""
         self._numbers[_EPOCH], self._numbers[_ITERATION], self._numbers[_INSIDE] = epoch, 0, int(inside)
 
     def begin(self, iteration: int) -> bool:
@@ -196,8 +196,8 @@ class WorkerTurns:
         """Return why this iteration cannot be; empty where it can."""
         if shared.is_inside:
             return (
-                "a state from the midst of an epoch was loaded into the dataset, and the workers of a torch DataLoader "
-                "read whole epochs: use lakeckpt.LakeLoader, or num_workers=0"
+                "a state from the middle of an epoch was loaded into the dataset, and workers of a torch DataLoader read "
+                "whole epochs: use lakeckpt.LakeLoader, or num_workers=0"
             )
         if follows and self._progress.identity.endless:
             return (

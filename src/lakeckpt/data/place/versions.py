@@ -40,7 +40,7 @@ class Fit:
     ``index`` excludes the same row groups."""
     begins: ReaderState | None = None
     """The start of an epoch in ``index``, with which to go on: nothing of the state's epoch, or all of it, was read."""
-    given_up: str = ""
+    skipped: str = ""
     """The reason for which the rest of the state's epoch is dropped and the next epoch begun; empty: it is not."""
 
 
@@ -121,7 +121,7 @@ class Versions:
                 live.at(index).verify()
         except DataFileChanged as error:
             if self._drops and not state.identity.endless:
-                return Fit(given_up=str(error))
+                return Fit(skipped=str(error))
             raise _with_advice(error, state) from None
         if excluding == index:
             self._of(index)
@@ -147,7 +147,7 @@ class Versions:
         if state.identity.endless:
             raise StateMismatch(f"{text}: begin a new run, or open the table with the exclude= that it had")
         if self._drops:
-            return Fit(given_up=f"{text}, so that the rows left of epoch {state.epoch} are not known")
+            return Fit(skipped=f"{text}, so that the rows left of epoch {state.epoch} are not known")
         raise StateMismatch(
             f"{text}, so that the rows left of epoch {state.epoch} are not known. "
             'ReadOptions(on_version_gone="next_epoch") drops the rest of the epoch and begins the next epoch'
@@ -259,7 +259,7 @@ def _compare_etags(live: Table, saved: TableIndex) -> None:
 
 
 def _with_advice(error: DataFileChanged, state: ReaderState) -> DataFileChanged:
-    text = f"{error}. The checkpoint is of the midst of epoch {state.epoch} over that version. "
+    text = f"{error}. The checkpoint is in the middle of epoch {state.epoch}, which reads that version. "
     if state.identity.endless:
         text += "An endless stream cannot go on over another version: put the files back, or begin a new run"
     else:
