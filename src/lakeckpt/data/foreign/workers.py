@@ -196,8 +196,8 @@ class WorkerTurns:
         """Return why this iteration cannot be; empty where it can."""
         if shared.is_inside:
             return (
-                "a state from the middle of an epoch was loaded into the dataset, and workers of a torch DataLoader read "
-                "whole epochs: use lakeckpt.LakeLoader, or num_workers=0"
+                "a state from the middle of an epoch was loaded into the dataset, and workers of a torch DataLoader "
+                "read whole epochs: use lakeckpt.LakeLoader, or num_workers=0"
             )
         if follows and self._progress.identity.endless:
             return (
