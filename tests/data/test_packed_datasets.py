@@ -20,6 +20,7 @@ from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, ReadOptions, er
 from lakeckpt.core.plan import consumed
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.streams.pack import cumulative_lengths
+from tests.reading.cases import counted
 
 LENGTH = 8
 
@@ -186,6 +187,18 @@ def test_a_killed_run_goes_on_and_its_audit_proves_every_sequence(folder: Path, 
     assert sorted(found) == list(range(537))
     report = audit(LocalStorage(tmp_path / "run"))
     assert report.verdict == "proved", report
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_every_row_group_is_read_once_from_a_store_although_windows_share_some(folder: Path, lanes: int) -> None:
+    table, counting = counted(open_table(folder))
+    dataset = LakeDataset(table, batch_size=2, shuffle=True, shuffle_window=2, options=ReadOptions(num_lanes=lanes))
+    packed = pack(dataset, length=LENGTH)
+    assert packed.identity.tokens == 537
+    before = len(counting.reads)
+    assert sorted(token for batch in LakeLoader(packed) for token in tokens_of(batch)) == list(range(537))
+    footers, cut = 3, lanes - 1  # a row group that two lanes share is read by each
+    assert len(counting.reads) - before <= footers + 14 + cut
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ class BatchSource:
         if self._selecting is not None and self._selecting.packing is not None:
             rows_of = (self._table.index if kept is None else kept[1]).group_rows
             decoder_of = partial(
-                SequenceDecoder, decoder, self._selecting.packing, self._selecting.get(), rows_of, lanes
+                SequenceDecoder, decoder, self._selecting.packing, self._selecting.get(), rows_of, lanes + 2
             )
         return PositionReader(
             decoder,

@@ -7,7 +7,7 @@ one: otherwise a long document would fill a batch. A document that a sequence cu
 is copied once to where it belongs.
 
 A window needs nothing of other windows. Its last sequence is padded only at the end of an epoch. A row group in which a
-window ends belongs to the next window, too, so it is kept until that window has been decoded. The threads are those of
+window ends belongs to the next window, too, so it is decoded once for both. The threads are those of
 `lakeckpt.reading.windows.threads`.
 """
 
@@ -17,6 +17,7 @@ import contextlib
 import math
 import threading
 from collections import OrderedDict
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -75,7 +76,7 @@ class SequenceDecoder:
     """Decodes windows of sequences of the documents that ``rows`` decodes; several threads may at once.
 
     ``counted`` has the tokens of each row group. ``rows_of`` (int64, shape (row groups,)): how many rows of each row
-    group ``rows`` decodes. At most ``kept`` row groups in which windows end are kept.
+    group ``rows`` decodes. At most ``kept`` row groups that two windows share are kept for the second one.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class SequenceDecoder:
     ) -> None:
         self.rows, self._packing, self._counted, self._rows_of = rows, packing, counted, rows_of
         self._threads = threads
-        self._kept: OrderedDict[int, tuple[Array, Int64Array]] = OrderedDict()
+        self._kept: OrderedDict[int, Future[tuple[Array, Int64Array]]] = OrderedDict()
+        """Row groups that one of two windows has read, or is reading. The other window may be read first."""
         self._most_kept, self._lock = kept, threading.Lock()
         self._memory = Recycled()
         self._largest = 0
@@ -111,6 +113,10 @@ class SequenceDecoder:
         self._largest = max(self._largest, size)
         return DecodedWindow(columns=columns, table=None, size_bytes=size)
 
+    def groups(self, window: Window) -> list[int]:
+        """Return the row groups that are read for ``window``, but for one in which the window before it ended."""
+        return [part.group for part in window.fragments if not part.start]
+
     def _documents(self, part: Fragment) -> _Documents:
         """Return the documents of tokens [start, stop) of a row group, cut at both ends."""
         tokens, ends = self._whole(part)
@@ -125,18 +131,25 @@ class SequenceDecoder:
         return _Documents(tokens=tokens[part.start : part.stop], bounds=bounds - part.start, follow=follow)
 
     def _whole(self, part: Fragment) -> tuple[Array, Int64Array]:
-        """Return the tokens and the documents of the row group of a fragment, and keep them for another window."""
+        """Return the tokens and the documents of a fragment's row group, decoded once for two windows that share it."""
         group = part.group
+        if part.rows == self._counted.group_rows[group]:
+            return self._decoded(group)
         with self._lock:
             found = self._kept.pop(group, None)
-        if found is None:
-            found = self._decoded(group)
-        if part.stop < len(found[0]):
-            with self._lock:
-                self._kept[group] = found
+            if found is None:
+                mine = self._kept[group] = Future()
                 while len(self._kept) > self._most_kept:
                     self._kept.popitem(last=False)
-        return found
+        if found is not None:
+            return found.result()  # of a thread that decodes it, and waits for nothing
+        try:
+            mine.set_result(self._decoded(group))
+        except BaseException as error:
+            mine.set_exception(error)
+            with self._lock:
+                self._kept.pop(group, None)
+        return mine.result()
 
     def _decoded(self, group: int) -> tuple[Array, Int64Array]:
         index, packing, counted = self.rows.table.index, self._packing, int(self._counted.group_rows[group])

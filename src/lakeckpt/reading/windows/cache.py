@@ -104,6 +104,9 @@ class Decoding(Protocol):
     def decode(self, window: Window) -> DecodedWindow:
         """Return what stands at the positions of ``window``."""
 
+    def groups(self, window: Window) -> list[int]:
+        """Return the row groups that are read for ``window``."""
+
 
 def _rows_of(rows: RowGroupDecoder, nulls: Nulls | None, threads: Threads) -> Decoding:
     return WindowDecoder(rows, nulls=nulls, threads=threads)
@@ -171,7 +174,7 @@ class WindowCache:
         if found is None:
             found = self._all[key] = CachedWindow(key=key, layout=layout, window=window)
             waiting = [one.window for one in self._all.values() if not one.is_ready]
-            self.rows.expect([part.group for one in waiting for part in one.fragments])
+            self.rows.expect([group for one in waiting for group in self._decoder.groups(one)])
             self._deferred.append(found)
             self.fill()
         return found

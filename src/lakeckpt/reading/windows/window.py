@@ -92,6 +92,10 @@ class WindowDecoder:
         self._largest = max(self._largest, size)
         return DecodedWindow(columns=columns, table=None, size_bytes=size)
 
+    def groups(self, window: Window) -> list[int]:
+        """Return the row groups that are read for ``window``."""
+        return [part.group for part in window.fragments]
+
     def _fragment(self, part: Fragment) -> pa.Table:
         return self.rows.decode(part.group, part.start, part.stop)
 
