@@ -98,11 +98,11 @@ def test_what_is_saved_behind_training_is_the_cut_and_not_what_training_made_of_
     with managed(storage, objects, tmp_path) as saver:
         saver.restore()
         made = train(saver, objects, 3)
-        handle = saver.save(sync=False)
-        assert handle.step == handle.wait().step and handle.done and saver.wait() == handle.wait()
+        handle = saver.save(sync=False, metric=0.25)
         train_step(objects)  # changes everything, while the save is under way
         info = saver.wait()
-        assert info is not None and info.step == 3
+        assert info is not None and (info.step, info.metric) == (3, 0.25)
+        assert handle.step == 3 and handle.done and handle.wait() == info
         assert restored(_copy(storage)) == (3, made[3])
         saver.step()
     assert steps_of(storage)[:1] == [3]

@@ -264,7 +264,8 @@ class Background:
         self._look_for_notes()
         for outcome in self._agent.outcomes():
             if outcome.number in self._pending:
-                self._settle(self._pending.pop(outcome.number), self._result_of(outcome))
+                one = self._pending.pop(outcome.number)
+                self._settle(one, self._result_of(outcome, one.order.metric))
 
     def _settle(self, one: _Pending, result: Saved) -> None:
         one.lock.close()
@@ -307,7 +308,7 @@ class Background:
     def _save_of(self, order: Order) -> SaveId:
         return SaveId(attempt=self.attempt.number, step=order.step, number=order.number)
 
-    def _result_of(self, outcome: Outcome) -> Saved:
+    def _result_of(self, outcome: Outcome, metric: float | None) -> Saved:
         if outcome.slot is None:
             error = save_error(f"{outcome.kind}: {outcome.text}")
             return Saved(step=outcome.step, info=None, error=error)
@@ -317,6 +318,7 @@ class Background:
             attempt=self.attempt.number,
             world_size=self._exchange.world_size,
             created_s=outcome.created_s,
+            metric=metric,
         )
         remarks = Remarks(lost=outcome.lost, unpruned=outcome.text)
         return Saved(step=outcome.step, info=info, error=None, remarks=remarks)
