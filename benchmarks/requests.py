@@ -1,12 +1,11 @@
 """This benchmark counts the requests of each rank for a save and a restore: ``python -m benchmarks.requests``.
 
 Ranks are threads of one process over one store in memory, which counts the requests of each rank by kind. Every rank
-has a
-part of each tensor. Two saves are made, and the second is counted, because retention then removes the first. A save is
-counted twice: as of trainers, whose messages do not pass through the store, and as of agents, which agree through
-records
-in the store. A rank that waits looks again when something that it may wait for was put, so the figures do not depend on
-time: in a real job each further look, once a second at most, is two reads (the commit, and a note of failure).
+has a part of each tensor. Two saves are made, and the second is counted, because retention then removes the first. A
+save is counted twice: as of trainers, whose messages do not pass through the store, and as of agents, which agree
+through records in the store. A rank that waits looks again when something that it may wait for was put, so the figures
+do not depend on time: in a real job each further look, once a second at most, is two reads (the commit, and a note of
+failure).
 
 The restore is that of the same number of ranks: rank 0 chooses the checkpoint, and each rank reads what it had.
 """
