@@ -584,10 +584,11 @@ def test_the_warning_of_a_save_that_failed_names_its_step(tmp_path: Path) -> Non
 def test_a_failure_that_is_heard_of_together_with_a_commit_before_it_is_told(
     tmp_path: Path, on_save_failure: str
 ) -> None:
-    storage, objects, go_on = MemoryStorage(), training(), threading.Event()
+    storage, objects, begun, go_on = MemoryStorage(), training(), threading.Event(), threading.Event()
 
     def before(method: str, path: str) -> None:
         if method == "put" and path.startswith("objects/"):
+            begun.set()
             assert go_on.wait(PATIENCE_S)
         if method == "put" and f"{2:012d}-" in path:
             raise StorageError(errno.ENOSPC, "the disk is full")
@@ -603,6 +604,7 @@ def test_a_failure_that_is_heard_of_together_with_a_commit_before_it_is_told(
             saver.save(sync=False)
             background._engine.wait()
             background._order_ready()
+            assert begun.wait(PATIENCE_S)  # else the agent would skip the first save for the second one
     finally:
         go_on.set()
     background.wait()  # both are heard of by the next call
