@@ -29,6 +29,7 @@ from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.ragged import Ragged
 from lakeckpt.reading.filters.decoder import FilteredDecoder
 from lakeckpt.reading.packed.window import SequenceDecoder
+from lakeckpt.reading.windows.cache import windows_held_of
 from lakeckpt.reading.windows.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder, select_columns
 from lakeckpt.reading.windows.positions import Announced, PositionReader
 from lakeckpt.reading.windows.threads import usual_threads
@@ -172,7 +173,12 @@ class BatchSource:
         if self._selecting is not None and self._selecting.packing is not None:
             rows_of = (self._table.index if kept is None else kept[1]).group_rows
             decoder_of = partial(
-                SequenceDecoder, decoder, self._selecting.packing, self._selecting.get(), rows_of, lanes + 2
+                SequenceDecoder,
+                decoder,
+                self._selecting.packing,
+                self._selecting.get(),
+                rows_of,
+                windows_held_of(lanes),
             )
         return PositionReader(
             decoder,
