@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loader_of(place: Any, consumed: Any, *, rank: int = 0, ranks: int = 1, workers: int = 0) -> LakeLoader:
     dataset = LakeDataset(
-        open_table(place),
+        place,
         batch_size=7,
         shuffle=True,
         seed=1,
@@ -85,6 +85,20 @@ def test_a_run_goes_on_after_restarts_and_its_audit_says_how_it_began(folder: Pa
     report = audit(LocalStorage(tmp_path / "run"))
     assert report.verdict == "proved"
     assert any("63 rows were consumed before this run" in note for note in report.readers[0].notes)
+
+
+def test_a_named_version_goes_on_after_its_first_epoch(tmp_path: Path) -> None:
+    write_deltalake(tmp_path / "lake", pa.table({"id": list(range(40))}))
+    model, seen = torch.nn.Linear(1, 1), list[int]()
+    for _ in range(7):
+        loader = loader_of(open_table(tmp_path / "lake", version=0), ("id", range(12)))
+        with CheckpointManager(tmp_path / "run", {"model": model, "reader": loader}, persist_every=1) as manager:
+            manager.restore()
+            batches = (batch for _ in range(loader.epoch, 2) for batch in loader)
+            for batch in itertools.islice(batches, 3):
+                seen += batch["id"].tolist()
+                manager.step(batch)
+    assert sorted(seen) == sorted([*range(12, 40), *range(40)])
 
 
 def test_rows_of_a_delta_table_with_deletes_are_named_as_its_files_store_them(tmp_path: Path) -> None:

@@ -135,8 +135,9 @@ def test_a_null_token_is_refused_with_its_row_group(tmp_path: Path) -> None:
     pq.write_table(pa.table({"tokens": pa.array([[1, 2], [3, None]], pa.list_(pa.int32()))}), tmp_path / "a.parquet")
     table, packing = open_table(tmp_path), Packing(column="tokens", length=2)
     counted = count_tokens(table, packing)
-    with pytest.raises(errors.NullValueError, match=r"row group 0 of the data file 'a.parquet'"):
+    with pytest.raises(errors.NullValueError, match=r"row group 0 of the data file 'a.parquet'") as caught:
         decoded(table, packing, counted, OrderSpec(seed=0, shuffle=False, window=1), 1)
+    assert (caught.value.file, caught.value.row_group, caught.value.column) == ("a.parquet", 0, "tokens")
 
 
 @pytest.mark.parametrize("kind", [pa.int32(), pa.list_(pa.float32()), pa.list_(pa.uint64()), pa.list_(pa.string())])

@@ -111,7 +111,8 @@ class Versions:
         if index is None:
             return Fit()  # loading the state refuses it, and names both versions
         excluding = index.excluding(live.exclude)
-        if live.named and live.index.digest not in (wanted, excluding.whole.digest):
+        named = {live.index.digest, live.index.whole.digest}
+        if live.named and not named & {wanted, excluding.whole.digest}:
             return Fit()
         try:
             if wanted == live.index.digest:

@@ -10,7 +10,6 @@ are read only of row groups with deleted rows or a filter, and of row groups who
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 
-__all__ = ["Packing", "count_tokens", "documents_of", "where"]
+__all__ = ["Packing", "count_tokens", "documents_of", "place_of"]
 
 Int64Array = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
@@ -96,22 +95,23 @@ def _dtype_of(kind: pa.DataType) -> np.dtype[Any]:
     return np.dtype(np.int32 if fits else np.int64)
 
 
-def documents_of(table: pa.Table, packing: Packing, where: Callable[[], str]) -> tuple[Array, Int64Array]:
+def documents_of(table: pa.Table, packing: Packing, place: tuple[str, int]) -> tuple[Array, Int64Array]:
     """Return the tokens of the documents of ``table``, and where they begin and end (int64, shape (documents + 1,)).
 
-    Documents without tokens are left out; the tokens that `Packing` adds are in their places. Raises `NullValueError`
-    for a null token, naming ``where``.
+    The table holds a row group: ``place`` is its file, and its number there. Documents without tokens are skipped; the
+    tokens that `Packing` adds are in their places. Raises `NullValueError` for a null token.
     """
     kind = table.schema.field(packing.column).type
     chunks = table.column(packing.column).chunks
     column = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks or [pa.array([], kind)])
     values = column.flatten()
     if values.null_count:
+        file, row_group = place
         raise NullValueError(
-            f"column {packing.column!r} has {values.null_count} null tokens in {where()}: packing needs a value for "
-            "each token. Write the lists without nulls",
-            file="",
-            row_group=-1,
+            f"column {packing.column!r} has {values.null_count} null tokens in row group {row_group} of the data file "
+            f"{file!r}: packing needs a value for each token. Write the lists without nulls",
+            file=file,
+            row_group=row_group,
             column=packing.column,
         )
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
@@ -199,10 +199,10 @@ class _Counter:
                 values, nulls = stated  # each null stands for a list without elements
                 return int(values - nulls + self.packing.added * (rows[group] - nulls))
         table = self.decoder.decode(group, 0, int(rows[group]))
-        return int(documents_of(table, self.packing, lambda: where(self.index, group))[1][-1])
+        return int(documents_of(table, self.packing, place_of(self.index, group))[1][-1])
 
 
-def where(index: TableIndex, group: int) -> str:
-    """Return the name of a row group of the table, for an error."""
-    file, inside = index.group(group)
-    return f"row group {inside} of the data file {index.paths[file]!r}"
+def place_of(index: TableIndex, group: int) -> tuple[str, int]:
+    """Return the file of a row group of the table, and its number there."""
+    file, row_group = index.group(group)
+    return index.paths[file], row_group

@@ -19,7 +19,6 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from lakeckpt.reading.columns.gather import column_bytes, copy_runs
 from lakeckpt.reading.columns.ragged import Column
 from lakeckpt.reading.columns.recycled import Recycled
 from lakeckpt.reading.filters.selection import RowSelection
-from lakeckpt.reading.packed.packing import Packing, documents_of, where
+from lakeckpt.reading.packed.packing import Packing, documents_of, place_of
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import Threads
 from lakeckpt.reading.windows.window import DecodedWindow
@@ -154,17 +153,19 @@ class SequenceDecoder:
     def _decoded(self, group: int) -> tuple[Array, Int64Array]:
         index, packing, counted = self.rows.table.index, self._packing, int(self._counted.group_rows[group])
         table = self.rows.decode(group, 0, int(self._rows_of[group]))
-        tokens, ends = documents_of(table, packing, partial(where, index, group))
+        file, row_group = place = place_of(index, group)
+        tokens, ends = documents_of(table, packing, place)
         if len(tokens) != counted:
             raise DataFileChanged(
-                f"{where(index, group)} has {len(tokens)} tokens in {packing.column!r}, and {counted} were counted: "
+                f"row group {row_group} of {file!r} has {len(tokens)} tokens in {packing.column!r}, and {counted} were "
+                "counted: "
                 "its statistics count nulls otherwise than Parquet's definition, or the file was changed. Write the "
                 "file again"
             )
         return tokens, ends
 
     def _nothing(self) -> _Documents:
-        tokens, ends = documents_of(self.rows.schema.empty_table(), self._packing, str)
+        tokens, ends = documents_of(self.rows.schema.empty_table(), self._packing, ("", 0))
         return _Documents(tokens=tokens, bounds=ends, follow=np.zeros(0, np.int64))
 
     def _columns(self, parts: list[_Documents], runs: _Runs, count: int) -> dict[str, Column[Array]]:
