@@ -24,7 +24,7 @@ TARGET = Path(__file__).with_name("api.md")
 TASKS = {
     "Read a table": ["open_table", "Table"],
     "Make a loader": ["LakeDataset", "LakeLoader", "ReadOptions", "TransformContext", "pack", "prefetch"],
-    "Use a batch": ["Batch", "Ragged", "Receipt"],
+    "Use a batch": ["Batch", "Ragged", "Receipt", "cumulative_lengths"],
     "Save and restore": ["CheckpointManager", "SaveHandle", "CheckpointInfo", "RestoreReport", "Keep", "load"],
     "Warnings": ["ReadAheadWarning", "ConsumptionWarning"],
 }

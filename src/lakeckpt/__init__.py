@@ -26,6 +26,7 @@ _PUBLIC = {
     "SaveHandle": "lakeckpt.checkpoint.report",
     "Table": "lakeckpt.lake.table.table",
     "TransformContext": "lakeckpt.data.transform",
+    "cumulative_lengths": "lakeckpt.data.streams.pack",
     "errors": "lakeckpt.errors",
     "load": "lakeckpt.checkpoint.restore.load",
     "open_table": "lakeckpt.lake.formats.dispatch",
@@ -53,6 +54,7 @@ __all__ = [
     "Table",
     "TransformContext",
     "__version__",
+    "cumulative_lengths",
     "errors",
     "load",
     "open_table",
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
     from lakeckpt.data.options import ReadOptions
     from lakeckpt.data.place.deliveries import ConsumptionWarning, ReadAheadWarning
     from lakeckpt.data.prefetch import prefetch
-    from lakeckpt.data.streams.pack import pack
+    from lakeckpt.data.streams.pack import cumulative_lengths, pack
     from lakeckpt.data.transform import TransformContext
     from lakeckpt.lake.formats.dispatch import open_table
     from lakeckpt.lake.table.table import Table

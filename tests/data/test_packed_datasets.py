@@ -16,10 +16,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, ReadOptions, errors, open_table, pack
+from lakeckpt import (
+    CheckpointManager,
+    LakeDataset,
+    LakeLoader,
+    ReadOptions,
+    cumulative_lengths,
+    errors,
+    open_table,
+    pack,
+)
 from lakeckpt.core.plan import consumed
 from lakeckpt.core.state import ReaderState
-from lakeckpt.data.streams.pack import cumulative_lengths
 from tests.reading.cases import counted
 
 LENGTH = 8

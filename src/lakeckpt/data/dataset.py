@@ -237,7 +237,8 @@ class LakeDataset(IterableDataset[Any]):
 
     @property
     def selection(self) -> RowSelection | None:
-        """The rows that the filter keeps of each row group; None without a filter. Counted now, if not before.
+        """The rows that the filter keeps of each row group, or the tokens that are packed; None without either. Counted
+        now, if not before.
 
         Of the ranks of a job, the first that asks counts, and the others wait for its counts.
         """
