@@ -192,14 +192,14 @@ class Publisher:
         facts = {"optimizer step": str(save.step), "attempt": str(save.attempt), "save": str(save.number)}
         failure = taken if isinstance(taken, Exception) else None
         announced: dict[str, str] = {}
+        states: dict[str, Mapping[str, str]] = {}
         try:
             announced = self._announced() if self._rank == 0 else {}
             if isinstance(taken, StagedCut):
                 facts["tracked readers"] = ", ".join(map(repr, sorted(taken.readers))) or "none"
-                facts |= {
-                    f"state of reader {name!r}, {what}": text
+                states = {
+                    f"state of reader {name!r}": facts_of(pending[-1].record.state)
                     for name, pending in taken.readers.items()
-                    for what, text in facts_of(pending[-1].record.state).items()
                 }
                 announced |= _weaker(taken) if self._rank else {}
         except Exception as error:
@@ -209,7 +209,7 @@ class Publisher:
             announced = {f"{what} of rank {self._rank}": error_to_text(failure)}
         try:
             units = taken.staged.units() if isinstance(taken, StagedCut) else []
-            agreement = agree(talk, facts=facts, units=units, announce=announced)
+            agreement = agree(talk, facts=facts, units=units, announce=announced, states=states)
         except MissingRanksError as error:
             self._refuse_stopped()
             raise failure or SaveFailed(f"the checkpoint of step {save.step}: {error}") from error
