@@ -24,6 +24,7 @@ from lakeckpt.checkpoint.agent.link import AgentLink
 from lakeckpt.checkpoint.agent.orders import Dropped, Order, Outcome
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
+from lakeckpt.checkpoint.consumed.reports import shared_fields
 from lakeckpt.checkpoint.consumed.tracks import Journal, Pending, ReaderTrack
 from lakeckpt.checkpoint.failures import leave_note, note_stop, noted_failure, noted_stop, save_error
 from lakeckpt.checkpoint.format.digests import short_digest
@@ -200,7 +201,7 @@ class Background:
         return self._captured == step and self._engine.wait() == step
 
     def _capture(self, step: int, pending: Pending, *, must: bool, patient: bool = False) -> bool:
-        states = {name: dict(one[-1].record.state) for name, one in pending.items()}
+        states = {name: shared_fields(one[-1].record.state) for name, one in pending.items()}
         digest = short_digest(b"%d of %d" % (step, self.attempt.number), dumps(states, kind="value", version=(1, 0)))
         readers = {name: pending_to_bytes(one) for name, one in pending.items()}
         deadline_s = self._waiter.now() + self._timeout_s

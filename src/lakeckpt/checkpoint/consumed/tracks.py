@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
+from lakeckpt.checkpoint.consumed.places import consumption
 from lakeckpt.checkpoint.format.manifest import ReaderRecord, Stretch
-from lakeckpt.core.plan import consumption
+from lakeckpt.core.flows.plan import read_state
 from lakeckpt.core.read_ahead import Basis, Given, ReadAhead
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import ReaderState
 from lakeckpt.errors import ConfigError, StateError
 from lakeckpt.tracking.readers import DeliveringReader, TrackedReader, index_of, versions_of
 from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
@@ -104,7 +104,7 @@ class ReaderTrack:
             )
 
     def _state(self) -> Mapping[str, Any]:
-        """Return the reader's plain state at the last cut, the same on every rank."""
+        """Return the reader's plain state at the last cut: the same on every rank, or of a flow this rank's part."""
         # If all deliveries are consumed, the reader's own state also holds whether the loop has seen the epoch's end.
         # The effects of the script's work at that end (a scheduler's step) are in the saved objects, and the work must
         # not be done again.
@@ -146,7 +146,7 @@ class ReaderTrack:
         if index is None:
             return None
         try:
-            table = ReaderState.from_plain(state).identity.table
+            table = read_state(state).identity.table
         except StateError:
             return str(index.digest)  # a reader with its own kind of state stays at one version
         return table if table in {one.digest for one, _ in versions_of(self.reader)} else str(index.digest)

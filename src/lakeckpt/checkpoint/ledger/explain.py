@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
+from lakeckpt.checkpoint.consumed.places import is_flow
 from lakeckpt.checkpoint.consumed.rows import GroupRows, Order, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.ledger.audit import read_run
@@ -178,8 +179,12 @@ class _Explainer:
         self._manifest = manifest
         self._name = name
         self._record = record
-        state = ReaderState.from_plain(record.state)
-        self._identity = state.identity
+        if is_flow(record.state):
+            raise ConfigError(
+                f"which rows of {name!r} made a step depends on what its transform yielded, and the log has that from "
+                "checkpoint to checkpoint only: `lakeckpt audit` counts these rows"
+            )
+        self._identity = ReaderState.from_plain(record.state).identity
         self._orders = orders
         self._pairs = [
             (ReaderState.from_plain(stretch.begin), ReaderState.from_plain(stretch.end)) for stretch in record.stretches
