@@ -30,6 +30,7 @@ _PUBLIC = {
     "cumulative_lengths": "lakeckpt.data.streams.pack",
     "errors": "lakeckpt.errors",
     "load": "lakeckpt.checkpoint.restore.load",
+    "merge_states": "lakeckpt.core.flows.plan",
     "mix": "lakeckpt.data.streams.mix",
     "open_table": "lakeckpt.lake.formats.dispatch",
     "pack": "lakeckpt.data.streams.pack",
@@ -60,6 +61,7 @@ __all__ = [
     "cumulative_lengths",
     "errors",
     "load",
+    "merge_states",
     "mix",
     "open_table",
     "pack",
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     from lakeckpt.checkpoint.manager import CheckpointManager
     from lakeckpt.checkpoint.report import CheckpointInfo, RestoreReport, SaveHandle
     from lakeckpt.checkpoint.restore.load import load
+    from lakeckpt.core.flows.plan import merge_states
     from lakeckpt.core.receipts import Receipt
     from lakeckpt.core.streams.mixture import MixedReceipt
     from lakeckpt.data.batch import Batch

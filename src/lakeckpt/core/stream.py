@@ -158,6 +158,10 @@ class StreamDeal:
             start, stop = turn * self.batch_size, (turn + 1) * self.batch_size
         else:
             start, stop = (self.share.before_one(lane, one, self.batch_size) for one in (turn, turn + 1))
+        return self.lane_spans(lane, start, stop)
+
+    def lane_spans(self, lane: int, start: int, stop: int) -> list[Span]:
+        """Return the ``start``-th to ``stop``-th (exclusive) positions of ``lane``, over epoch borders."""
         pieces = self._pieces(lane, start, stop) if start < stop else ()
         return [span for epoch, positions in pieces for span in spans_of(epoch, positions)]
 
@@ -196,7 +200,11 @@ class StreamDeal:
 
     def rest(self, micro_batch: int) -> Rest:
         """See `lakeckpt.core.lanes.Deal`."""
-        done = self._before_turns(np.arange(self.num_lanes), turns(micro_batch - self.first, self.num_lanes))
+        done = turns(micro_batch - self.first, self.num_lanes)
+        return self.rest_of(self._before_turns(np.arange(self.num_lanes), done))
+
+    def rest_of(self, done: Int64Array) -> Rest:
+        """Return what is left when each lane has given its first ``done`` rows: int64, shape (num_lanes,)."""
         reached = [self._unit_of(lane, int(done[lane])) for lane in range(self.num_lanes)]
         lefts, entered = [], max(min(reached), len(self._begun)) - 1
         for index in range(min(reached), max(max(reached) + 1, len(self._begun))):
