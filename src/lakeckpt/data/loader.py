@@ -342,9 +342,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Give the sources of a `lakeckpt.mix`, each of which ``weights`` names, other weights from the next step on.
-
-        Every rank must do so. What was read ahead is read anew. Raises ConfigError.
-        """
+        Every rank must do so at the same step. What was read ahead is read anew. Raises ConfigError."""
         if not isinstance(self._progress, MixedProgress):
             raise ConfigError("set_weights changes the weights of a lakeckpt.mix, and this loader reads one dataset")
         self._settle()

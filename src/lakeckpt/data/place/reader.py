@@ -6,6 +6,7 @@ it on the training thread only. It starts no threads itself; `start` has the loa
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Fit
+from lakeckpt.errors import StateError
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.row_filter import RowFilter
@@ -148,7 +150,8 @@ class SourceReader(LoaderReader):
 
     def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
         """Return the state of the source, of all that the loop has received, or of all up to ``at``."""
-        self._loader._settle()
+        with contextlib.suppress(StateError):  # a restore has loaded the states of other sources, and not yet this one
+            self._loader._settle()
         return self._progress.at(at).to_plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
