@@ -52,8 +52,9 @@ class FlowReader:
         for step in range(whole.step, whole.step + turns * lanes // self.world_size):
             lane = plan.lane(step, self.rank)
             batch = next(left[lane], None)
-            frontier = frontiers_of(self.state)[lane] if batch is None else batch.after
-            self._delivered(moved(self.state, step=step + 1, frontiers={lane: frontier}), lane)
+            part = self._runs[-1][1]
+            frontier = frontiers_of(part)[lane] if batch is None else batch.after
+            self._delivered(moved(part, step=step + 1, frontiers={lane: frontier}), lane)
             yield [] if batch is None else batch.items
         self._begin(
             flow_start(
@@ -94,9 +95,9 @@ class FlowReader:
         self._after[self.last_receipt] = state
 
     def _begin(self, whole: FlowState) -> None:
-        self._whole = whole
-        self.state = part_of(whole, self.rank)
-        self._runs.append([self.state, self.state])
+        self._whole = self.state = whole
+        part = part_of(whole, self.rank)
+        self._runs.append([part, part])
 
     # --- as a manager sees it
 
@@ -114,7 +115,7 @@ class FlowReader:
         self._begin(replan_flow(found, num_lanes=lanes, batch_size=self.batch_size, world_size=self.world_size))
 
     def mark(self, at: Receipt | None = None) -> None:
-        state = self.state if at is None else self._state_after(at)
+        state = self._runs[-1][1] if at is None else self._state_after(at)
         later = [run for run in self._runs if run[0].epoch >= state.epoch]
         later[0][0] = state
         self._runs = later
