@@ -293,13 +293,18 @@ def replan_flow(state: FlowState, *, num_lanes: int, batch_size: int, world_size
             f"this is the part of the ranks {state.ranks} of {state.segment.world_size}, and another topology needs "
             "the state of the whole job: lakeckpt.merge_states joins the parts of all ranks"
         )
-    topology = {"num_lanes": num_lanes, "batch_size": batch_size, "world_size": world_size}
-    if state.is_start:
-        return flow_start(state.identity, state.maker, epoch=state.epoch, **topology)
     plan = FlowPlan(state)
+    segment = Segment(
+        micro_batch=0 if state.is_start else plan.micro_batch(state.step, 0),
+        step=state.step,
+        num_lanes=num_lanes,
+        batch_size=batch_size,
+        world_size=world_size,
+    )
+    if state.is_start:
+        return _whole(state.identity, state.maker, state.epoch, segment, step=0)
     if plan.at_end:
         return state
-    segment = Segment(micro_batch=plan.micro_batch(state.step, 0), step=state.step, **topology)
     if num_lanes == state.segment.num_lanes:
         return replace(state, segment=segment, ranks=Intervals.whole(world_size))
     rest, begun = plan.rest(frontiers_of(state))
