@@ -103,6 +103,7 @@ class Background:
         self._results: list[Saved] = []
         self._written: set[str] = set()  # documents of tables that are in storage
         self._captured: int | None = None  # the last cut of which a capture began, if no save has used it
+        self._last: tuple[int, Pending] = (-1, {})  # the last cut that was to be captured: its step, what it recorded
         self._has_had_arena = False
         self._has_reported = False  # that there is no arena any more
         self._next_look_s = float("-inf")
@@ -119,8 +120,9 @@ class Background:
         """
         failure: Exception | None = None
         self._order_ready()  # the failure of a save goes with its order
+        self._last = (step, self._journal.pending(step))
         try:
-            if self._capture(step, self._journal.pending(step), must=False):
+            if self._capture(*self._last, must=False):
                 self._has_reported = False
                 with suppress(SaveFailed):  # the next cut or save tries again
                     self._write_documents(skip=self._written)  # this cut may be that of a final save
@@ -144,7 +146,10 @@ class Background:
             if any(not one.is_ordered for one in self._pending.values()):
                 self._engine.finish()  # all ranks order a save before the next one
                 self._order_ready()
-            pending = self._journal.pending(step)
+            pending: Pending = self._journal.pending(step)
+            if self._exchange.world_size > 1 and self._last[0] == step:
+                # Other ranks may have captured this cut before the loop saw the end of the epoch.
+                pending = self._last[1]
             self._write_documents()
             good = checked_metric(metric)
             captured = self._has_captured(step) or self._capture(step, pending, must=True, patient=patient)
