@@ -16,6 +16,7 @@ from lakeckpt.checkpoint.ledger.audit import audit, audit_history
 from lakeckpt.checkpoint.ledger.explain import explain
 from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.checkpoint.restore.rest_of_epoch import carry_over
 from lakeckpt.core.flows.plan import begun_of
 from lakeckpt.core.flows.state import FlowState
 from lakeckpt.errors import ConfigError, TrackingError
@@ -251,3 +252,10 @@ def test_a_cut_in_the_memory_of_all_nodes_goes_on_with_the_lanes_of_all_ranks(ta
     assert found == Multiset(item for position in range(rows) for item in items_of(0, position))
     assert [one.step for one in read_history(storage).chain][:1] == [3]
     assert audit(storage).verdict == "proved"
+
+
+def test_what_is_left_of_an_epoch_cannot_become_another_selection(table: Table) -> None:
+    storage = MemoryStorage()
+    attempt(storage, table, (2, 3, 4))
+    with pytest.raises(ConfigError, match="another version of its table cannot go on in the middle of an epoch"):
+        carry_over(storage, table, key=["id"])

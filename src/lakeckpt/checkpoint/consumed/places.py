@@ -13,15 +13,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lakeckpt.core import plan as of_positions
+from lakeckpt.core import plan
 from lakeckpt.core.flows.plan import FlowPlan, begun_of, flow_consumption, replan_flow, rest_of
 from lakeckpt.core.flows.state import FLOW_FORMAT, Begun, FlowState
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import Identity, ReaderState
-from lakeckpt.errors import StateMismatch
+from lakeckpt.errors import ConfigError, StateMismatch
 
-__all__ = ["Place", "at_end", "begun", "consumed", "consumption", "dropped", "is_flow", "layout", "replanned"]
+__all__ = [
+    "Place",
+    "at_end",
+    "begun",
+    "consumed",
+    "consumption",
+    "dropped",
+    "is_flow",
+    "layout",
+    "of_positions",
+    "replanned",
+]
 
 Place = ReaderState | FlowState
 """The state of a reader, of either kind."""
@@ -32,6 +43,17 @@ def is_flow(plain: Mapping[str, Any]) -> bool:
     return plain.get("format") == FLOW_FORMAT
 
 
+def of_positions(plain: Mapping[str, Any], what: str) -> ReaderState:
+    """Return the state of which `ReaderState.to_plain` made ``plain``. Raises `ConfigError`, which says that ``what``
+    cannot be done in mid-epoch, if it is of a flow, and `StateError` if it is none."""
+    if is_flow(plain):
+        raise ConfigError(
+            f"{what} cannot go on in the middle of an epoch: what it consumes depends on the data, and a row may be "
+            "consumed in part. Let the epoch end first"
+        )
+    return ReaderState.from_plain(plain)
+
+
 def consumption(before: Place, after: Place) -> dict[int, Intervals]:
     """Return which positions of which epochs were consumed going from ``before`` to ``after``.
 
@@ -39,13 +61,13 @@ def consumption(before: Place, after: Place) -> dict[int, Intervals]:
     """
     if isinstance(before, FlowState) and isinstance(after, FlowState):
         return dict(flow_consumption(before, after).finished)
-    return of_positions.consumption(_of_positions(before), _of_positions(after))
+    return plan.consumption(_checked(before), _checked(after))
 
 
 def consumed(state: Place) -> dict[int, Intervals]:
     """Return which positions of the epoch at hand (of an endless stream: of every epoch so far) have been consumed."""
     if isinstance(state, ReaderState):
-        return of_positions.consumed(state)
+        return plan.consumed(state)
     rest, found = rest_of(state), {}
     for epoch in range(state.epoch, rest.next_epoch):
         rows = state.identity.rows_of(epoch)
@@ -61,13 +83,12 @@ def begun(state: Place) -> tuple[Begun, ...]:
 
 def layout(state: Place, epoch: int) -> tuple[int, int]:
     """Return the lanes and the rotation of the layout of ``epoch``; ValueError if nothing of it is left."""
-    plan = FlowPlan(state) if isinstance(state, FlowState) else Plan(state)
-    return plan.deal.layout(epoch)
+    return _plan(state).deal.layout(epoch)
 
 
 def at_end(state: Place) -> bool:
     """Return whether nothing of the epoch is left to be dealt."""
-    return (FlowPlan(state) if isinstance(state, FlowState) else Plan(state)).at_end
+    return _plan(state).at_end
 
 
 def dropped(state: Place) -> Intervals:
@@ -85,10 +106,14 @@ def replanned(state: Place, identity: Identity, topology: tuple[int, int, int]) 
         state = replace(state, identity=identity)
         return replan_flow(state, num_lanes=lanes, batch_size=batch_size, world_size=world_size)
     state = replace(state, identity=identity)
-    return of_positions.replan(state, num_lanes=lanes, batch_size=batch_size, world_size=world_size)
+    return plan.replan(state, num_lanes=lanes, batch_size=batch_size, world_size=world_size)
 
 
-def _of_positions(state: Place) -> ReaderState:
+def _plan(state: Place) -> Plan | FlowPlan:
+    return FlowPlan(state) if isinstance(state, FlowState) else Plan(state)
+
+
+def _checked(state: Place) -> ReaderState:
     if isinstance(state, ReaderState):
         return state
     raise StateMismatch("a state of positions, and one of a flow: they are not of one order of rows")

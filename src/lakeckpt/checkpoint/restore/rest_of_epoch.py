@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from lakeckpt.checkpoint.consumed.places import Place, consumed, layout
+from lakeckpt.checkpoint.consumed.places import Place, consumed, layout, of_positions
 from lakeckpt.checkpoint.consumed.rows import Order
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
@@ -146,7 +146,7 @@ def carry_over(
     either version cannot be read any more, `CheckpointNotFound` and `CheckpointDamaged`.
     """
     manifest, name, record = _newest(storage, reader)
-    state = ReaderState.from_plain(record.state)
+    state = of_positions(record.state, f"reader {name!r} with another version of its table")
     old = table.at(_saved_index(storage, state.identity.table))
     if old.index.whole.digest == table.index.digest:
         raise ConfigError(

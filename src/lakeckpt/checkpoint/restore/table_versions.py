@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-from lakeckpt.checkpoint.consumed.places import is_flow
+from lakeckpt.checkpoint.consumed.places import of_positions
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import index_path
 from lakeckpt.checkpoint.restore.rest_of_epoch import excluding
 from lakeckpt.core.state import ReaderState
-from lakeckpt.errors import CheckpointDamaged, StateError, StorageError, WireError
+from lakeckpt.errors import CheckpointDamaged, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.tracking.readers import VersionedReader, index_of
@@ -60,12 +60,8 @@ def fit_readers(
         saved = partial(_saved, storage, "" if live is None else live.digest)
         fit = reader.fit(record.state, saved, look=look)
         if fit.excluding is not None:
-            if is_flow(record.state):
-                raise StateError(
-                    f"{name!r}: row groups cannot be excluded, or included again, in the middle of an epoch whose "
-                    "consumption depends on the data: give exclude= as it was until the epoch is over"
-                )
-            indexes[name], states[name] = excluding(ReaderState.from_plain(record.state), fit.index, fit.excluding)
+            state = of_positions(record.state, f"reader {name!r} with other row groups excluded (exclude=)")
+            indexes[name], states[name] = excluding(state, fit.index, fit.excluding)
         elif fit.index is not None:
             indexes[name] = fit.index
         if fit.begins is not None:
