@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from lakeckpt.checkpoint.consumed.places import consumed
+from lakeckpt.checkpoint.consumed.reader_states import consumed
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.checkpoint.ledger.verify import Kept

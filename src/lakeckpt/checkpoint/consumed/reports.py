@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
-from lakeckpt.checkpoint.consumed.places import consumption, is_flow
+from lakeckpt.checkpoint.consumed.reader_states import consumption, is_flow
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.fields import Digest
 from lakeckpt.checkpoint.format.manifest import ReaderRecord

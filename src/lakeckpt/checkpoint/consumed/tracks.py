@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
-from lakeckpt.checkpoint.consumed.places import consumption
+from lakeckpt.checkpoint.consumed.reader_states import consumption
 from lakeckpt.checkpoint.format.manifest import ReaderRecord, Stretch
 from lakeckpt.core.flows.plan import read_state
 from lakeckpt.core.read_ahead import Basis, Given, ReadAhead

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from lakeckpt.checkpoint.consumed.places import Place, at_end, consumed, dropped
+from lakeckpt.checkpoint.consumed.reader_states import AnyState, at_end, consumed, dropped
 from lakeckpt.checkpoint.consumed.rows import Order, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, Space, count_epoch, piece_of, space_of
@@ -93,7 +93,7 @@ class _Account:
             inferred=walk.inferred,
         )
 
-    def _audit_epochs(self, origin: Place, tip: Place) -> None:
+    def _audit_epochs(self, origin: AnyState, tip: AnyState) -> None:
         known, carried = consumed(tip), self._walk.carried
         touched = [*self._walk.pieces, *known]
         first, last = (0, -1) if tip.identity.endless else (origin.epoch, tip.epoch)
@@ -104,12 +104,12 @@ class _Account:
             if self._epochs and self._epochs[-1].epoch == epoch:
                 self._list_excluded(epoch, tip)
 
-    def _list_excluded(self, epoch: int, tip: Place) -> None:
+    def _list_excluded(self, epoch: int, tip: AnyState) -> None:
         order = self._orders.get(order_name(self._identity_of(epoch, tip)))
         for file, row_group, rows in [] if order is None else order.excluded:
             self._excluded.append(ExcludedRows(epoch=epoch, file=file, row_group=row_group, rows=rows))
 
-    def _audit_carried(self, epoch: int, origin: Place, state: Place) -> None:
+    def _audit_carried(self, epoch: int, origin: AnyState, state: AnyState) -> None:
         """Audit the part of an epoch up to ``state``, from which the rest was carried over."""
         pieces, ends = self._walk.pieces, self._walk.ends
         name, known = order_name(state.identity), consumed(state)
@@ -124,7 +124,7 @@ class _Account:
             one = self._epochs[-1]  # the rows that the tail would have dropped were carried over, too
             self._epochs[-1] = replace(one, status="carried over", dropped=0, left=one.left + one.dropped)
 
-    def _audit_epoch(self, epoch: int, origin: Place, tip: Place, known: Mapping[int, Intervals]) -> None:
+    def _audit_epoch(self, epoch: int, origin: AnyState, tip: AnyState, known: Mapping[int, Intervals]) -> None:
         pieces, newest = self._walk.pieces.get(epoch, []), self._records[-1][0]
         begun = origin.identity.endless or epoch == origin.epoch
         inherits = begun and (origin.identity.table == tip.identity.table or epoch not in self._walk.carried)
@@ -163,7 +163,7 @@ class _Account:
             self._findings.append(self._finding(one.kind, epoch, one.rows, first, space, tip))
 
     def _claim(
-        self, state: Place, epoch: int, manifest: Manifest, known: Mapping[int, Intervals] | None = None
+        self, state: AnyState, epoch: int, manifest: Manifest, known: Mapping[int, Intervals] | None = None
     ) -> Piece | None:
         """Return the rows of ``epoch`` that a state claims as consumed; None if there are none. ``known`` is `consumed`
         of the state."""
@@ -178,7 +178,7 @@ class _Account:
         positions = found.get(epoch, Intervals.empty())
         return piece_of(state, epoch, positions, manifest) if positions else None
 
-    def _identity_of(self, epoch: int, state: Place) -> Identity:
+    def _identity_of(self, epoch: int, state: AnyState) -> Identity:
         """Return the identity of the last state of ``epoch``: each epoch may have another table version."""
         end = None if state.identity.endless else self._walk.ends.get(epoch)
         return state.identity if end is None else end.identity
@@ -200,7 +200,7 @@ class _Account:
         return self._records[-1][0]
 
     def _finding(
-        self, kind: FindingKind, epoch: int, found: Intervals, manifest: Manifest, space: Space, tip: Place
+        self, kind: FindingKind, epoch: int, found: Intervals, manifest: Manifest, space: Space, tip: AnyState
     ) -> Finding:
         rows = space.table_rows(Intervals.of(found.take(0, min(found.size, _NAMED_ROWS))))
         order = self._orders.get(order_name(self._identity_of(epoch, tip)))
@@ -218,7 +218,7 @@ class _Account:
         )
 
 
-def _status(epoch: int, tip: Place, claim: Piece | None) -> EpochStatus:
+def _status(epoch: int, tip: AnyState, claim: Piece | None) -> EpochStatus:
     if tip.identity.endless:
         return "complete" if claim is not None and claim.is_whole else "in progress"
     if epoch == tip.epoch:

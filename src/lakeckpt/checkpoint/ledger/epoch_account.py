@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lakeckpt.checkpoint.consumed.places import Place, layout
+from lakeckpt.checkpoint.consumed.reader_states import AnyState, layout
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.ledger.report import EpochAudit, EpochStatus, FindingKind
@@ -45,7 +45,7 @@ class Piece:
         return self.positions == Intervals.whole(self.identity.rows_of(self.key.epoch))
 
 
-def piece_of(state: Place, epoch: int, positions: Intervals, manifest: Manifest) -> Piece:
+def piece_of(state: AnyState, epoch: int, positions: Intervals, manifest: Manifest) -> Piece:
     """Return positions of ``epoch`` in the layout that ``state`` gives it."""
     num_lanes, rotation = state.segment.num_lanes, 0
     if state.identity.endless or epoch == state.epoch:

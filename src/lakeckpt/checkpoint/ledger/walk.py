@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lakeckpt.checkpoint.consumed.places import Place, at_end, begun, consumed, consumption, replanned
+from lakeckpt.checkpoint.consumed.reader_states import AnyState, at_end, begun, consumed, consumption, replanned
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord, Stretch
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, piece_of
@@ -46,20 +46,20 @@ class ReaderWalk:
         self.notes: dict[str, None] = {}
         self.pieces: dict[int, list[Piece]] = {}
         """Epoch → its consumed pieces, in order."""
-        self.ends: dict[int, Place] = {}
+        self.ends: dict[int, AnyState] = {}
         """Epoch → its last state, whose plan gives the rows that the tail drops."""
-        self.carried: dict[int, list[Place]] = {}
+        self.carried: dict[int, list[AnyState]] = {}
         """Epoch → the states from which its rest was carried over to another selection of rows."""
         self.topologies: dict[tuple[int, int, int], None] = {}
         self.inferred = ""
         """How many attempts only inferred that rows were used, in words; empty if none did."""
         self._records = records
-        self._latest: Place | None = None
+        self._latest: AnyState | None = None
 
-    def collect(self) -> tuple[Place, Place]:
+    def collect(self) -> tuple[AnyState, AnyState]:
         """Read all records. Returns the state that the reader began with, and the newest state."""
-        origin: Place | None = None
-        tip: Place | None = None
+        origin: AnyState | None = None
+        tip: AnyState | None = None
         identities: dict[str, Identity] = {}
         for manifest, record in self._records:
             for stretch in record.stretches:
@@ -89,7 +89,7 @@ class ReaderWalk:
         """Record a reason against a proof, once."""
         self.doubts[text] = None
 
-    def _take(self, manifest: Manifest, begin: Place, end: Place, recorded: Mapping[int, Intervals]) -> None:
+    def _take(self, manifest: Manifest, begin: AnyState, end: AnyState, recorded: Mapping[int, Intervals]) -> None:
         self.topologies[begin.segment.topology] = None
         slot = f"slot {manifest.slot}"
         try:
@@ -109,7 +109,7 @@ class ReaderWalk:
 
     # --- the last state of each epoch
 
-    def _follow(self, state: Place) -> None:
+    def _follow(self, state: AnyState) -> None:
         """Record the last state of each epoch.
 
         The rest of an epoch may be too small for the next topology. Then no step of the epoch has this topology, and
@@ -124,7 +124,7 @@ class ReaderWalk:
         self.ends[state.epoch] = state
         self._latest = state
 
-    def _follow_to_rest(self, before: Place, state: Place) -> None:
+    def _follow_to_rest(self, before: AnyState, state: AnyState) -> None:
         """Note that ``state`` is of the rest of the epoch of ``before``, in another selection of rows, if it is."""
         index, earlier = (self._index_of(one.identity) for one in (state, before))
         rest = None if index is None else index.rest
@@ -155,7 +155,7 @@ class ReaderWalk:
 
     # --- checks
 
-    def _check_begun(self, manifest: Manifest, begin: Place) -> None:
+    def _check_begun(self, manifest: Manifest, begin: AnyState) -> None:
         """Positions of which some items were consumed must go on where they stopped."""
         before = self._latest
         if before is not None and before.epoch == begin.epoch and begun(before) != begun(begin):
@@ -164,7 +164,7 @@ class ReaderWalk:
                 "than where they stopped: the items between were lost, or repeated"
             )
 
-    def _check_frontier(self, manifest: Manifest, record: ReaderRecord, end: Place) -> None:
+    def _check_frontier(self, manifest: Manifest, record: ReaderRecord, end: AnyState) -> None:
         """The record of optimizer steps must end where the last stretch does."""
         frontier = record.steps.frontier(manifest.step)
         if frontier is None:
@@ -188,7 +188,7 @@ class ReaderWalk:
             what = "the row selection of" if identity.selection else "the index of"
             self.doubt(f"the states count {identity.rows:,} rows, and {what} table {table[:12]} {order.num_rows:,}")
 
-    def _check_origin(self, origin: Place) -> None:
+    def _check_origin(self, origin: AnyState) -> None:
         """The record must begin at the start of an epoch."""
         before = {epoch: positions.size for epoch, positions in consumed(origin).items()}
         if before or begun(origin):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from lakeckpt.checkpoint.consumed.places import Place, consumed, layout, of_positions
+from lakeckpt.checkpoint.consumed.reader_states import AnyState, consumed, layout, of_positions
 from lakeckpt.checkpoint.consumed.rows import Order
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
@@ -83,7 +83,7 @@ def rest_of_epoch(state: ReaderState, there: TableIndex, taken: Deletes) -> tupl
     return rest, found
 
 
-def rows_consumed(state: Place, index: TableIndex) -> Deletes:
+def rows_consumed(state: AnyState, index: TableIndex) -> Deletes:
     """Return the stored rows of ``index`` that ``state`` has consumed, and those that its rest had consumed before."""
     positions = consumed(state).get(state.epoch, Intervals.empty())
     num_lanes, rotation = layout(state, state.epoch)

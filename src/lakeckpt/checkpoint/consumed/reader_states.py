@@ -22,7 +22,7 @@ from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.errors import ConfigError, StateMismatch
 
 __all__ = [
-    "Place",
+    "AnyState",
     "at_end",
     "begun",
     "consumed",
@@ -34,7 +34,7 @@ __all__ = [
     "replanned",
 ]
 
-Place = ReaderState | FlowState
+AnyState = ReaderState | FlowState
 """The state of a reader, of either kind."""
 
 
@@ -54,7 +54,7 @@ def of_positions(plain: Mapping[str, Any], what: str) -> ReaderState:
     return ReaderState.from_plain(plain)
 
 
-def consumption(before: Place, after: Place) -> dict[int, Intervals]:
+def consumption(before: AnyState, after: AnyState) -> dict[int, Intervals]:
     """Return which positions of which epochs were consumed going from ``before`` to ``after``.
 
     Raises `StateMismatch` where ``after`` does not follow from ``before``.
@@ -64,7 +64,7 @@ def consumption(before: Place, after: Place) -> dict[int, Intervals]:
     return plan.consumption(_checked(before), _checked(after))
 
 
-def consumed(state: Place) -> dict[int, Intervals]:
+def consumed(state: AnyState) -> dict[int, Intervals]:
     """Return which positions of the epoch at hand (of an endless stream: of every epoch so far) have been consumed."""
     if isinstance(state, ReaderState):
         return plan.consumed(state)
@@ -76,29 +76,29 @@ def consumed(state: Place) -> dict[int, Intervals]:
     return found
 
 
-def begun(state: Place) -> tuple[Begun, ...]:
+def begun(state: AnyState) -> tuple[Begun, ...]:
     """Return the positions of which some items are consumed, but not all."""
     return begun_of(state) if isinstance(state, FlowState) else ()
 
 
-def layout(state: Place, epoch: int) -> tuple[int, int]:
+def layout(state: AnyState, epoch: int) -> tuple[int, int]:
     """Return the lanes and the rotation of the layout of ``epoch``; ValueError if nothing of it is left."""
     return _plan(state).deal.layout(epoch)
 
 
-def at_end(state: Place) -> bool:
+def at_end(state: AnyState) -> bool:
     """Return whether nothing of the epoch is left to be dealt."""
     return _plan(state).at_end
 
 
-def dropped(state: Place) -> Intervals:
+def dropped(state: AnyState) -> Intervals:
     """Return the positions that the end of the epoch of ``state`` drops on purpose."""
     if isinstance(state, FlowState) or state.identity.tail == "short" or (steps := Plan(state).steps) is None:
         return Intervals.empty()
     return Plan(state).rest(steps).of(state.epoch, state.identity.rows)
 
 
-def replanned(state: Place, identity: Identity, topology: tuple[int, int, int]) -> Place:
+def replanned(state: AnyState, identity: Identity, topology: tuple[int, int, int]) -> AnyState:
     """Return ``state``, of the whole job, going on in the order of ``identity`` with ``topology``: lanes, batch size,
     world size."""
     lanes, batch_size, world_size = topology
@@ -109,11 +109,11 @@ def replanned(state: Place, identity: Identity, topology: tuple[int, int, int]) 
     return plan.replan(state, num_lanes=lanes, batch_size=batch_size, world_size=world_size)
 
 
-def _plan(state: Place) -> Plan | FlowPlan:
+def _plan(state: AnyState) -> Plan | FlowPlan:
     return FlowPlan(state) if isinstance(state, FlowState) else Plan(state)
 
 
-def _checked(state: Place) -> ReaderState:
+def _checked(state: AnyState) -> ReaderState:
     if isinstance(state, ReaderState):
         return state
     raise StateMismatch("a state of positions, and one of a flow: they are not of one order of rows")
