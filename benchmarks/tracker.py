@@ -4,7 +4,8 @@ The first table simulates the ranks of large jobs with the code that reports and
 report of each rank lies in its record of the save, and the committer merges all of them, as lakeckpt does. *tree*: the
 same places go up from ranks to nodes, to groups of nodes and to the job, in messages of their own. *lockstep*: an
 ordinary reader, of which a digest crosses in the round that a save has in any case. All lanes have moved since the last
-save. Bytes are those of the places alone; *root* is the processor time of the committer, or of the top of the tree.
+save. Bytes are those of the places alone; *root* is the processor time of the committer, or of the top of the tree;
+*log* are the bytes of the reader's record in the log.
 
 The second table has the state of a job on 10 TB (80,000 row groups) with 128 workers, as a checkpoint holds it. The
 published figure for such a job is 35 to 45 MB.
@@ -24,6 +25,7 @@ from typing import Any, TypeVar
 
 from benchmarks.measure import show
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
+from lakeckpt.checkpoint.consumed.reader_states import consumption
 from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of
 from lakeckpt.checkpoint.format.manifest import ReaderRecord, Stretch
 from lakeckpt.core.flows.plan import flow_start, frontiers_of, joined, moved, part_of, replan_flow
@@ -36,6 +38,7 @@ from lakeckpt.core.streams.mixture import MixedState, Mixing, reweighed, started
 from lakeckpt.tracking.lane_messages import HeldLanes, chain_to_plain, from_message, to_message
 from lakeckpt.tracking.rounds import facts_from_bytes, facts_to_bytes
 from lakeckpt.tracking.tally import Tally, ranks_of
+from lakeckpt.wire.documents import to_plain
 from lakeckpt.wire.envelope import dumps
 from lakeckpt.wire.values import pack, unpack
 
@@ -64,6 +67,8 @@ class Cost:
     total_bytes: int
     root_bytes: int
     root_s: float
+    log_bytes: int
+    """Of the reader's record in the log: its state, and both ends of what was consumed since the last save."""
 
 
 def identity_of(rows: int, **more: Any) -> Identity:
@@ -124,7 +129,7 @@ def by_records(before: FlowState, after: FlowState) -> Cost:
     (whole,), root_s = timed(lambda: of_all_ranks("reader", own, reports))
     assert whole.record.state == after.to_plain()
     size = sum(len(one["reader"]) for one in reports)
-    return cost_of(after, "records", messages=0, depth=1, total_bytes=size, root_bytes=size, root_s=root_s)
+    return cost_of(before, after, "records", messages=0, depth=1, total_bytes=size, root_bytes=size, root_s=root_s)
 
 
 def by_tree(before: FlowState, after: FlowState) -> Cost:
@@ -143,7 +148,14 @@ def by_tree(before: FlowState, after: FlowState) -> Cost:
     assert news == [HeldLanes(ranks=after.ranks, done=after.done, offsets=after.offsets)]
     way = f"tree of {FAN_IN}"
     return cost_of(
-        after, way, messages=messages, depth=depth, total_bytes=total_bytes, root_bytes=root_bytes, root_s=root_s
+        before,
+        after,
+        way,
+        messages=messages,
+        depth=depth,
+        total_bytes=total_bytes,
+        root_bytes=root_bytes,
+        root_s=root_s,
     )
 
 
@@ -164,22 +176,28 @@ def lanes_of_all(cut: FlowState, held: Sequence[HeldLanes]) -> HeldLanes:
     return HeldLanes(ranks=found.ranks, done=found.done, offsets=found.offsets)
 
 
-def in_lockstep(state: FlowState) -> Cost:
+def in_lockstep(flow: FlowState) -> Cost:
     """A digest of the state of each rank crosses with the other facts of the save."""
     fact = {"digest of state of reader 'reader'": "0" * 32}
-    data = [facts_to_bytes({**fact, "optimizer step": "100000"})] * state.segment.world_size
+    lanes, batch_size, world_size = flow.segment.topology
+    begin = start(flow.identity, epoch=0, num_lanes=lanes, batch_size=batch_size, world_size=world_size)
+    data = [facts_to_bytes({**fact, "optimizer step": "100000"})] * world_size
     size = sum(map(len, data)) - len(facts_to_bytes({"optimizer step": "100000"})) * len(data)
 
     def compare() -> None:
         Tally.of(list(map(facts_from_bytes, data))).require_agreement(fact)
 
     _, root_s = timed(compare)
-    return cost_of(state, "lockstep", messages=0, depth=1, total_bytes=size, root_bytes=size, root_s=root_s)
+    before, after = begin.moved(step=1000), begin.moved(step=2000)
+    return cost_of(before, after, "lockstep", messages=0, depth=1, total_bytes=size, root_bytes=size, root_s=root_s)
 
 
-def cost_of(state: FlowState, way: str, **found: Any) -> Cost:
-    ranks = state.segment.world_size
-    return Cost(nodes=ranks // RANKS, ranks=ranks, way=way, **found)
+def cost_of(before: FlowState | ReaderState, after: FlowState | ReaderState, way: str, **found: Any) -> Cost:
+    ranks, begin, end = after.segment.world_size, before.to_plain(), after.to_plain()
+    stretch = Stretch(begin=begin, end=end, consumed=consumption(before, after))
+    record = to_plain(ReaderRecord(state=end, stretches=(stretch,)))
+    log_bytes = len(dumps(record, kind="value", version=(1, 0)))
+    return Cost(nodes=ranks // RANKS, ranks=ranks, way=way, log_bytes=log_bytes, **found)
 
 
 # --- a state
@@ -263,7 +281,7 @@ def main() -> None:
     sizes = {name: size_of(state) for name, (state, _) in states().items()}
     show(
         f"A save of a job with {RANKS} ranks a node and {WORKERS} workers a rank",
-        ("nodes x ranks x workers", "way", "messages", "depth", "bytes", "bytes to the root", "root"),
+        ("nodes x ranks x workers", "way", "messages", "depth", "bytes", "bytes to the root", "root", "log"),
         [
             (
                 f"{one.nodes} x {RANKS} x {WORKERS}",
@@ -273,6 +291,7 @@ def main() -> None:
                 f"{one.total_bytes:,}",
                 f"{one.root_bytes:,}",
                 f"{one.root_s:.3f} s",
+                f"{one.log_bytes:,}",
             )
             for one in costs
         ],
