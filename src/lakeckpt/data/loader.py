@@ -14,6 +14,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Never
 
 import torch
@@ -26,6 +27,7 @@ from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.batch import pinned
 from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.flows.arguments import feed_of
 from lakeckpt.data.foreign.frameworks import EpochSetter, Prepared, check_counted, check_not_fetched_ahead, counts_steps
 from lakeckpt.data.options import flag, optional, whole
 from lakeckpt.data.place.reader import LoaderReader
@@ -198,7 +200,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             started = self._begun()
         self._waiting = self._progress.begin_iteration()
         items = self._deliver(self._waiting, started[1], stage)
-        return self._as_prepared(items, self._progress.plan.steps) if self._is_prepared else items
+        return self._as_prepared(items, self._progress.steps) if self._is_prepared else items
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_early": None}  # a copy begins anew
@@ -258,10 +260,11 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     def _found(self, assignments: Iterator[Assignment], rank: int) -> Iterator[tuple[Receipt, Any]]:
         """Return what is left of the epoch, which is read ahead from now on."""
+        feed = feed_of(self.dataset, rank)
         if self.num_workers:
-            beginning = Beginning(state=self._progress.state, rank=rank)
-            return self._started().read(assignments, beginning)
-        found: Iterator[tuple[Receipt, Any]] = Ahead(self.dataset._source, assignments)
+            read = partial(self._started().read, beginning=Beginning(state=self._progress.state, rank=rank))
+            return feed.of_workers(self.num_workers, read) if feed else read(assignments)
+        found: Iterator[tuple[Receipt, Any]] = feed.in_process() if feed else Ahead(self.dataset._source, assignments)
         if self.pin_memory and torch.accelerator.is_available():
             return ((receipt, pinned(batch)) for receipt, batch in found)
         return found
@@ -357,7 +360,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """
         self._check_goes_on()
         self._settle()
-        if at is None and self.identity.endless:
+        if at is None and (self.identity.endless or self.dataset.yields_many):
             check_not_fetched_ahead()
         return self._progress.at(at).to_plain()
 
@@ -368,8 +371,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
         StateError where it is none of a LakeLoader, or none that a job comes to.
         """
         self._check_goes_on()
-        found, counts = ReaderState.from_plain(state), counts_steps()
-        if counts:
+        found, counts = self._progress.read(state), counts_steps()
+        if counts and isinstance(found, ReaderState):
             check_counted(found, self.topology[1])
         self._progress.load(found)
         self._early = None
