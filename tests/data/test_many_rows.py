@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from lakeckpt import LakeDataset, LakeLoader, ReadOptions, merge_states, pack
+from lakeckpt import LakeDataset, LakeLoader, ReadOptions, merge_states, mix, pack
 from lakeckpt.core.flows.plan import begun_of, flow_consumption, read_state, rest_of
 from lakeckpt.core.flows.receipts import FlowReceipt
 from lakeckpt.core.intervals import Intervals
@@ -343,6 +343,8 @@ def test_other_loaders_and_lengths_are_refused(lake: Path) -> None:
         len(dataset)
     with pytest.raises(ConfigError, match='a transform with rows="many"'):
         pack(dataset, length=4)
+    with pytest.raises(ConfigError, match="source 'a' has a transform with rows"):
+        mix({"a": (dataset, 1.0)})
     assert sorted(all_items(DataLoader(dataset, batch_size=None))) == EVERY
     assert dataset.state_dict()["epoch"] == 1
 

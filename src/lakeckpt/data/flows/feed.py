@@ -29,6 +29,9 @@ from lakeckpt.errors import StateUnavailable
 __all__ = ["Feed"]
 
 
+_Read = Callable[[Iterator[Assignment], Any], Iterator[tuple[Receipt, Found]]]
+
+
 class Feed(Iterator[tuple[Receipt, Any]]):
     """Yields (receipt, batch) for each step of ``rank`` from ``state`` on; ``over`` is called with the number of steps
     of the epoch where it ends.
@@ -57,9 +60,10 @@ class Feed(Iterator[tuple[Receipt, Any]]):
         self._take = FlowReading(self._source, self._state, self._rank).take
         return self
 
-    def of_workers(self, workers: int, read: Callable[[Iterator[Assignment]], Iterator[tuple[Receipt, Found]]]) -> Feed:
-        """Take what ``workers`` workers read: ``read`` gives, for each assignment, what its worker reads next."""
-        self._take = _OfWorkers(self._plan, self._rank, workers, read).take
+    def of_workers(self, workers: int, read: _Read, beginning: Any) -> Feed:
+        """Take what ``workers`` workers read from ``beginning`` on: ``read`` gives, for each assignment, what its
+        worker reads next."""
+        self._take = _OfWorkers(_Due(self._plan, self._rank, workers), read, beginning).take
         return self
 
     def __next__(self) -> tuple[Receipt, Any]:
@@ -114,15 +118,8 @@ class Feed(Iterator[tuple[Receipt, Any]]):
 class _OfWorkers:
     """Takes micro-batches of lanes from workers, each of which reads its own lanes in turn."""
 
-    def __init__(
-        self,
-        plan: FlowPlan,
-        rank: int,
-        workers: int,
-        read: Callable[[Iterator[Assignment]], Iterator[tuple[Receipt, Found]]],
-    ) -> None:
-        self._due = _Due(plan, rank, workers)
-        self._found = read(self._due)
+    def __init__(self, due: _Due, read: _Read, beginning: Any) -> None:
+        self._due, self._found = due, read(due, beginning)
         self._waiting: dict[int, deque[Found]] = defaultdict(deque)
 
     def take(self, lane: int) -> Found:

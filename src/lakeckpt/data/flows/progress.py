@@ -195,8 +195,8 @@ class FlowProgress(Progress):
         super()._set(state)
         self._origin, self._steps = state, None
 
-    def _begin(self, epoch: int, **topology: int) -> Any:
+    def _begin(self, epoch: int, **topology: Any) -> Any:
         return flow_start(self.identity, self.maker, epoch=epoch, **topology)
 
-    def _go_on(self, state: Any, **topology: int) -> Any:
+    def _go_on(self, state: Any, **topology: Any) -> Any:
         return replan_flow(state, **topology)

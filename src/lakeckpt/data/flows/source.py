@@ -51,7 +51,7 @@ class FlowSource(BatchSource):
 
     def columns(self, items: list[Any]) -> dict[str, Any] | None:
         """Return ``items`` as columns; None where there are none."""
-        return collate(items, output=self._output) if items else None
+        return collate(items, output=self.output) if items else None
 
     def empty(self, state: FlowState) -> dict[str, Any]:
         """Return the columns of a batch without rows, by the first row that the transform yields in the epoch.
@@ -62,7 +62,7 @@ class FlowSource(BatchSource):
         rows = LaneRows(self, FlowPlan(first), 1)
         found = next((one.items for one in itertools.islice(rows.positions(0, 0), _TRIED) if one.items), None)
         rows.close()
-        return empty_of(collate(found[:1], output=self._output)) if found else {}
+        return empty_of(collate(found[:1], output=self.output)) if found else {}
 
 
 class LaneRows:

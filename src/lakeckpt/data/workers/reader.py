@@ -32,7 +32,9 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from lakeckpt.core.plan import Assignment, Plan
+from lakeckpt.core.flows.state import FlowState
+from lakeckpt.core.state import ReaderState
+from lakeckpt.core.streams.mixture import MixedState, stretches
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.flows.reading import FlowReading
@@ -51,8 +53,8 @@ _GROUP_S = 0.05
 class Beginning:
     """The place where an iteration begins, from which a worker plans."""
 
-    state: Any
-    """The `ReaderState` (or `FlowState`) of the job, or the part of the rank."""
+    state: ReaderState | MixedState | FlowState
+    """The state of the job; of a flow, the part of the rank, or the state of the job."""
     rank: int
 
 
@@ -104,8 +106,10 @@ class WorkerReader(Dataset[Group]):
         source, worker, workers = self.dataset._source, self._worker, self._workers
         if not isinstance(source, FlowSource):
             return Ahead(source, _assignments(beginning, worker, workers))
-        ranks = beginning.state.segment.world_size
-        return FlowReading(source, beginning.state, beginning.rank, owns=lambda lane: lane // ranks % workers == worker)
+        state = beginning.state
+        assert isinstance(state, FlowState)
+        ranks = state.segment.world_size
+        return FlowReading(source, state, beginning.rank, owns=lambda lane: lane // ranks % workers == worker)
 
     def _fill(self, group: Group, ahead: Ahead | FlowReading) -> None:
         most, until = min(self._limits.micro_batches, 1 << min(self._groups, 20)), 0.0
@@ -166,14 +170,15 @@ def _exit_after(main: Any) -> None:
     os._exit(1)
 
 
-def _assignments(beginning: Beginning, worker: int, workers: int) -> Iterator[Assignment]:
+def _assignments(beginning: Beginning, worker: int, workers: int) -> Iterator[Any]:
     """Yield what ``worker`` of ``workers`` reads of the rest of the epoch."""
-    plan, rank = Plan(beginning.state), beginning.rank
-    step = beginning.state.step
-    while plan.steps is None or step < plan.steps:
-        if plan.owner(step, rank) % workers == worker:
-            yield plan.assignment(step, rank)
-        step += 1
+    rank, state = beginning.rank, beginning.state
+    assert not isinstance(state, FlowState)
+    for plan, step, stop in stretches(state):
+        while stop is None or step < stop:
+            if plan.owner(step, rank) % workers == worker:
+                yield plan.assignment(step, rank)
+            step += 1
 
 
 def _crossing(error: Exception, worker: int) -> Any:
