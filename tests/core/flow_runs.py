@@ -36,7 +36,6 @@ class Rank:
     rank: int
     counts: Counts
     lanes: dict[int, LaneBatches] = field(init=False)
-    over: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.state = part_of(self.state, self.rank)
@@ -47,24 +46,25 @@ class Rank:
                 begin=begin,
                 batch_size=self.state.segment.batch_size,
             )
-            for lane, begin in frontiers_of(self.state).items()
+            for lane, begin in self.plan.open_lanes(self.rank, frontiers_of(self.state)).items()
         }
 
     @property
     def is_through(self) -> bool:
-        return self.over == set(self.lanes)
+        return not self.lanes
 
     def step(self) -> tuple[int, list[Item]]:
-        """The number of the micro-batch and its items."""
-        step = self.state.step
-        lane = self.plan.lane(step, self.rank)
-        batch = next(self.lanes[lane], None)
+        """The lane and its items; a lane that has nothing more is no step."""
         frontiers: dict[int, Frontier] = {}
-        if batch is not None:
-            frontiers[lane] = batch.after
-            self.over |= {lane} if batch.is_last else set()
-        self.state = moved(self.state, step=step + 1, frontiers=frontiers)
-        return self.plan.micro_batch(step, self.rank), [] if batch is None else batch.items
+        lane, items = -1, list[Item]()
+        while self.lanes and not items:
+            lane = self.plan.lane(self.state.step, self.rank, self.lanes)
+            batch = next(self.lanes[lane])
+            items, frontiers[lane] = batch.items, batch.after
+            if batch.is_last:
+                del self.lanes[lane]
+        self.state = moved(self.state, step=self.state.step + 1, frontiers=frontiers)
+        return lane, items
 
 
 class Job:
@@ -77,8 +77,9 @@ class Job:
     def is_through(self) -> bool:
         return all(rank.is_through for rank in self.ranks)
 
-    def step(self) -> dict[int, list[Item]]:
-        return dict(rank.step() for rank in self.ranks)
+    def step(self) -> list[tuple[int, list[Item]]]:
+        """The lane and the items of each rank."""
+        return [rank.step() for rank in self.ranks]
 
     @property
     def state(self) -> FlowState:

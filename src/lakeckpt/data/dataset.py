@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -19,6 +19,7 @@ from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
+from lakeckpt.data.flows.arguments import check_flow, check_no_workers, feed_of, flow_parts
 from lakeckpt.data.foreign.frameworks import check_dealers
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
 from lakeckpt.data.options import ReadOptions, flag, one_of, optional, positive, whole
@@ -64,6 +65,10 @@ class LakeDataset(IterableDataset[Any]):
             read, in a worker if there are any; with a `lakeckpt.TransformContext` as well if it takes two arguments.
             It must keep nothing between calls: rows that it holds back for a later call count as consumed, and are lost
             when a run is restored. A warning says once where it returns another number of rows than it got.
+        rows: ``"many"``: the transform is called with one row, a dict, and yields (or returns an iterable of) any
+            number of rows, the same whenever it gets the same row. Micro-batches are ``batch_size`` of these rows, with
+            numbers, tensors and arrays stacked and texts in a list. The state of one of several ranks is its part then:
+            see `lakeckpt.merge_states`. None: as above.
         output: ``"torch"`` (tensors), ``"numpy"`` (arrays) or ``"arrow"`` (pyarrow.Table). A text column is a
             ``list[str]``; other columns of varying length are `lakeckpt.Ragged`.
         rank, world_size: the data-parallel rank and size; both or neither.
@@ -91,6 +96,7 @@ class LakeDataset(IterableDataset[Any]):
         drop_last: bool = False,
         endless: bool = False,
         transform: Transform | None = None,
+        rows: Literal["many"] | None = None,
         output: Output = "torch",
         rank: int | None = None,
         world_size: int | None = None,
@@ -114,6 +120,7 @@ class LakeDataset(IterableDataset[Any]):
         self.row_wise = batch_size is None
         self.output: Output = output
         self.has_transform = transform is not None
+        self.yields_many = rows is not None
         self._explicit_rank = check_topology(rank, world_size)
         self._dp_group = dp_group
         self._pickled_topology: tuple[int, int] | None = None
@@ -128,6 +135,8 @@ class LakeDataset(IterableDataset[Any]):
             if endless:
                 raise ConfigError("consumed= names rows of the first epoch, and an endless stream has no epochs")
             table = rest_of_first_epoch(table, consumed)
+        if self.yields_many:
+            check_flow(self, rows, endless=endless, drops=drop_last, begun=consumed is not None)
         kind: Tail = "drop" if flag("drop_last", drop_last) else "short"
         pinned = Pinned(
             table=table,
@@ -142,26 +151,13 @@ class LakeDataset(IterableDataset[Any]):
 
     def _read(self, pinned: Pinned, transform: Callable[[Any, TransformContext], Any] | None) -> None:
         """Begin to read ``pinned`` from its start."""
-        self._source = BatchSource(
-            pinned,
-            output=self.output,
-            options=self.options,
-            transform=transform,
-            row_wise=self.row_wise,
-        )
-        self._progress = Progress(
-            pinned,
-            batch_size=self.batch_size or 1,
-            num_lanes=self.options.num_lanes,
-            row_wise=self.row_wise,
-            accept_changes=self.options.accept_changes,
-            moves=self.options.on_new_version == "next_epoch",
-        )
+        make = flow_parts if self.yields_many else _parts
+        self._source, self._progress = make(self, pinned, transform)
         self._versions = Versions(pinned, self._source, self._progress, self.options)
         if pinned.table.index.rest is not None:
             self._versions.read_rest()
         self._shared = SharedEpoch()
-        self._carried = CarriedRows(looks=self.has_transform and not self.row_wise)
+        self._carried = CarriedRows(looks=self.has_transform and not (self.row_wise or self.yields_many))
         self._turns = WorkerTurns(self._source, self._progress, self._carried, row_wise=self.row_wise)
         self._read_ahead = ""
 
@@ -262,6 +258,7 @@ class LakeDataset(IterableDataset[Any]):
         self._read_ahead = check_dealers((rank, world_size), at_start=self._progress.at_start)
         if worker is not None:
             self._versions.check_worker()
+            check_no_workers(self)
             return self._turns.iterate(
                 self._shared,
                 worker.seed - worker.id,
@@ -280,7 +277,9 @@ class LakeDataset(IterableDataset[Any]):
         progress = self._progress
         progress.check(iteration)
         step = progress.state.step
-        for dealt, found in Ahead(self._source, progress.assignments(rank)):
+        feed = feed_of(self, rank)
+        items = Ahead(self._source, progress.assignments(rank)) if feed is None else feed.in_process()
+        for dealt, found in items:
             self._carried.check(found, dealt)
             if gives(dealt, self.row_wise):
                 progress.check(iteration)
@@ -324,10 +323,10 @@ class LakeDataset(IterableDataset[Any]):
         if isinstance(state, Mapping) and state.get("format") == WORKER_FORMAT:
             self._turns.load(state)
             return
-        found = ReaderState.from_plain(state)
+        found = self._progress.read(state)
         self._progress.load(found)
         self._read_ahead = ""
-        at_end = Plan(found).at_end
+        at_end = isinstance(found, ReaderState) and Plan(found).at_end
         self._shared.go_to(found.epoch + at_end, inside=not (at_end or self._progress.at_start))
 
     def __len__(self) -> int:
@@ -338,6 +337,8 @@ class LakeDataset(IterableDataset[Any]):
         rank, world_size = self.topology
         if self._progress.identity.endless:
             raise TypeError("an endless stream has no length")
+        if self.yields_many:
+            raise TypeError("how many micro-batches there are depends on what the transform yields, and is not known")
         if world_size > 1 and not self._progress.knows_lanes(world_size) and not self._shared.has_lanes:
             raise TypeError(
                 "how many micro-batches a rank gets depends on the number of lanes, which ranks must have the same: "
@@ -353,6 +354,21 @@ class LakeDataset(IterableDataset[Any]):
         assert plan.steps is not None
         last = plan.steps - 1
         return plan.steps - (self.row_wise and last >= 0 and not plan.assignment(last, rank).receipt.rows)
+
+
+def _parts(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[BatchSource, Progress]:
+    """Return what reads ``pinned``, and the place in it, where positions alone decide what is read."""
+    options, row_wise = dataset.options, dataset.row_wise
+    source = BatchSource(pinned, output=dataset.output, options=options, transform=transform, row_wise=row_wise)
+    progress = Progress(
+        pinned,
+        batch_size=dataset.batch_size or 1,
+        num_lanes=options.num_lanes,
+        row_wise=row_wise,
+        accept_changes=options.accept_changes,
+        moves=options.on_new_version == "next_epoch",
+    )
+    return source, progress
 
 
 def _checked(options: ReadOptions | None) -> ReadOptions:

@@ -25,6 +25,7 @@ from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.batch import checked_number_column, numbered, pinned
 from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.flows.arguments import feed_of
 from lakeckpt.data.foreign.frameworks import (
     EpochSetter,
     Prepared,
@@ -201,7 +202,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             started = self._begun()
         self._waiting = self._progress.begin_iteration()
         items = self._deliver(self._waiting, started[1], stage)
-        return self._as_prepared(items, self._progress.plan.steps) if self._is_prepared else items
+        return self._as_prepared(items, self._progress.steps) if self._is_prepared else items
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_early": None}  # a copy begins anew
@@ -260,13 +261,13 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     def _found(self, assignments: Iterator[Assignment], rank: int) -> Iterator[tuple[Receipt, Any]]:
         """Return what is left of the epoch, which is read ahead from now on."""
+        feed = feed_of(self.dataset, rank)
         if self.num_workers:
-            beginning = Beginning(state=self._progress.state, rank=rank)
-            return self._started().read(assignments, beginning)
-        found: Iterator[tuple[Receipt, Any]] = Ahead(self.dataset._source, assignments)
-        if self.pin_memory and torch.accelerator.is_available():
-            return ((receipt, pinned(batch)) for receipt, batch in found)
-        return found
+            read, beginning = self._started().read, Beginning(state=self._progress.state, rank=rank)
+            return feed.of_workers(self.num_workers, read, beginning) if feed else read(assignments, beginning)
+        found: Iterator[tuple[Receipt, Any]] = feed.in_process() if feed else Ahead(self.dataset._source, assignments)
+        pins = self.pin_memory and torch.accelerator.is_available()
+        return ((receipt, pinned(batch)) for receipt, batch in found) if pins else found
 
     def _started(self) -> Workers:
         """Workers for one iteration, or those that live on and read the version of the table at hand."""
@@ -360,7 +361,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """
         self._check_goes_on()
         self._settle()
-        if at is None and self.identity.endless:
+        if at is None and (self.identity.endless or self.dataset.yields_many):
             check_not_fetched_ahead()
         return self._progress.at(at).to_plain()
 

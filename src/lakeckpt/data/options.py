@@ -30,7 +30,7 @@ __all__ = [
 
 MOST = 1 << 31
 
-OVERRIDABLE = frozenset({"table", "selection", "tail"})
+OVERRIDABLE = frozenset({"table", "selection", "tail", "transform"})
 """Differences between a state and a dataset that a user may accept."""
 
 
@@ -55,7 +55,7 @@ class ReadOptions:
     nullable column. A null is never a silent zero."""
     accept_changes: Collection[str] = ()
     """Differences between a loaded state and this dataset to accept: ``"table"`` (another listing of equally many
-    rows), ``"selection"``, ``"tail"`` (another ``drop_last``)."""
+    rows), ``"selection"``, ``"tail"`` (another ``drop_last``), ``"transform"`` (a new name of the same one)."""
     on_new_version: Literal["keep", "next_epoch"] = "keep"
     """``"keep"``: the version of the table that the dataset or its state names is read for ever. ``"next_epoch"``: each
     epoch is of the version that is the newest when it begins, on all ranks."""

@@ -37,6 +37,8 @@ class LaneBatch:
     items: list[Any]
     before: Frontier
     after: Frontier
+    touched: int
+    """One past the last position of the lane that was looked at for it, and of which an item was taken or none came."""
     is_last: bool
     """True where the lane has no more items; ``after`` is then its end."""
 
@@ -54,6 +56,8 @@ class LaneBatches(Iterator[LaneBatch]):
         self._items: Sequence[Any] = ()
         self._at = 0
         """The items of the position at hand that are consumed."""
+        self._opened_at = 0
+        """How many of them were consumed before."""
         self._is_open = False
         """True while there is a position at hand."""
         self._is_over = False
@@ -69,13 +73,15 @@ class LaneBatches(Iterator[LaneBatch]):
             self._at = upto
         self._is_over = not self._has_item()
         before, self._before = self._before, (self._done, self._at)
-        return LaneBatch(items=taken, before=before, after=self._before, is_last=self._is_over)
+        touched = self._done + (self._at > self._opened_at)
+        return LaneBatch(items=taken, before=before, after=self._before, touched=touched, is_last=self._is_over)
 
     def _has_item(self) -> bool:
         """Go to the next position that has an item left; return whether there is one."""
         while self._at >= len(self._items):
             if self._is_open:
                 self._done, self._at, self._items, self._is_open = self._done + 1, 0, (), False
+                self._opened_at = 0
             found = next(self._positions, None)
             if found is None:
                 return False
@@ -89,4 +95,4 @@ class LaneBatches(Iterator[LaneBatch]):
                 f"{found.name or 'a position'} yielded {len(found.items)} rows, and {skip} of its rows, but not all, "
                 "had been consumed before: a transform must yield the same rows whenever it is called with one row"
             )
-        self._items, self._at, self._is_open = found.items, skip, True
+        self._items, self._at, self._is_open, self._opened_at = found.items, skip, True, skip

@@ -10,7 +10,7 @@ The module never reads a row, and never communicates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lakeckpt.core.flows.receipts import FlowReceipt, LaneMove, LaneRead
 from lakeckpt.core.flows.state import FLOW_FORMAT, Begun, FlowState, deal_of, inside, lanes_of
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import EpochDeal, Rest
@@ -99,9 +100,14 @@ class FlowPlan:
         self.deal = deal_of(state)
         self._begun = {(one.epoch, one.position): one.offset for one in state.begun}
 
-    def lane(self, step: int, rank: int) -> int:
-        """Return the lane that ``rank`` reads in ``step``."""
-        return self.micro_batch(step, rank) % self.state.segment.num_lanes
+    def lane(self, step: int, rank: int, open_lanes: Collection[int] | None = None) -> int:
+        """Return the lane that ``rank`` reads in ``step``: that of its micro-batch m, m mod L, while all its lanes have
+        items. ``open_lanes``: those of its lanes that have more, at least one; it takes turns among them.
+        """
+        segment, number = self.state.segment, self.micro_batch(step, rank)
+        if open_lanes is None or len(open_lanes) == segment.num_lanes // segment.world_size:
+            return number % segment.num_lanes
+        return sorted(open_lanes)[number // segment.world_size % len(open_lanes)]
 
     def micro_batch(self, step: int, rank: int) -> int:
         """Return the number of the micro-batch of ``rank`` in ``step``."""
@@ -124,6 +130,28 @@ class FlowPlan:
             return {}
         single = [Span(epoch=one.epoch, start=at, stop=at + 1) for one in spans for at in range(one.start, one.stop)]
         return {one: self._begun[one.epoch, one.start] for one in single if (one.epoch, one.start) in self._begun}
+
+    def open_lanes(self, rank: int, frontiers: Mapping[int, Frontier]) -> dict[int, Frontier]:
+        """Return the lanes of ``rank`` of which a position is left at ``frontiers``, and their frontiers there."""
+        lanes = lanes_of(self.state.segment, Intervals.of([(rank, rank + 1)])).tolist()
+        sizes = self.sizes
+        return {lane: frontiers[lane] for lane in lanes if sizes is None or frontiers[lane][0] < sizes[lane]}
+
+    def receipt(self, step: int, rank: int, read: LaneRead | None, moves: tuple[LaneMove, ...] = ()) -> FlowReceipt:
+        """Return the receipt of what ``rank`` gets in ``step``: ``read``, or no row. ``moves`` are of other lanes."""
+        segment = self.state.segment
+        return FlowReceipt(
+            epoch=self.state.epoch,
+            micro_batch=self.micro_batch(step, rank),
+            lane=-1 if read is None else read.move.lane,
+            step=step,
+            rank=rank,
+            world_size=segment.world_size,
+            spans=() if read is None else read.spans,
+            step_rows=segment.batch_size * segment.world_size,
+            items=0 if read is None else read.items,
+            moves=moves if read is None else (*moves, read.move),
+        )
 
     def layout(self, epoch: int) -> LayoutKey:
         """Return the layout of ``epoch``."""
@@ -251,14 +279,15 @@ def merge_states(parts: Iterable[Mapping[str, Any]]) -> dict[str, object]:
     """Return the state of the whole job from the ``state_dict()`` of each of its ranks.
 
     Where a transform is declared ``rows="many"``, each rank knows the place of its own lanes only, and its state is
-    its part. Where ranks are in lockstep, their states are equal, and one of them is returned.
+    its part. Where all states are of the whole job (ranks in lockstep, or before the first batch of an epoch), they
+    are equal, and one of them is returned.
 
     Raises `StateMismatch` where the states are not of one cut (it names what differs), `StateError` where one is none,
     the part of a rank is missing, or is there twice.
     """
     states = [read_state(part) for part in parts]
     flows = [one for one in states if isinstance(one, FlowState)]
-    if states and not flows and all(one == states[0] for one in states):
+    if states and all(one == states[0] for one in states) and all(one.is_whole for one in flows):
         return states[0].to_plain()
     if len(flows) != len(states) or not states:
         raise StateMismatch(
@@ -293,18 +322,13 @@ def replan_flow(state: FlowState, *, num_lanes: int, batch_size: int, world_size
             f"this is the part of the ranks {state.ranks} of {state.segment.world_size}, and another topology needs "
             "the state of the whole job: lakeckpt.merge_states joins the parts of all ranks"
         )
-    plan = FlowPlan(state)
-    segment = Segment(
-        micro_batch=0 if state.is_start else plan.micro_batch(state.step, 0),
-        step=state.step,
-        num_lanes=num_lanes,
-        batch_size=batch_size,
-        world_size=world_size,
-    )
+    topology: dict[str, Any] = {"num_lanes": num_lanes, "batch_size": batch_size, "world_size": world_size}
     if state.is_start:
-        return _whole(state.identity, state.maker, state.epoch, segment, step=0)
+        return flow_start(state.identity, state.maker, epoch=state.epoch, **topology)
+    plan = FlowPlan(state)
     if plan.at_end:
         return state
+    segment = Segment(micro_batch=plan.micro_batch(state.step, 0), step=state.step, **topology)
     if num_lanes == state.segment.num_lanes:
         return replace(state, segment=segment, ranks=Intervals.whole(world_size))
     rest, begun = plan.rest(frontiers_of(state))

@@ -110,6 +110,11 @@ class Progress:
             self._plan = Plan(self._state)
         return self._plan
 
+    @property
+    def steps(self) -> int | None:
+        """The number of steps of the epoch at hand; None where it is not known, or there is no end. `settle` first."""
+        return self.plan.steps
+
     def knows_lanes(self, world_size: int) -> bool:
         """Return whether the number of lanes is known without that of the workers: it was given, or a state has it."""
         stored = None if self._state is None else self._state.segment.num_lanes
@@ -151,8 +156,8 @@ class Progress:
         check_lanes(num_lanes)
         topology: dict[str, Any] = {"num_lanes": num_lanes, "batch_size": self._batch_size, "world_size": world_size}
         if state is None or self.over:
-            return start(self.identity, epoch=self.epoch, **topology)
-        return replan(state, **topology)
+            return self._begin(self.epoch, **topology)
+        return self._go_on(state, **topology)
 
     def following(self, state: ReaderState) -> ReaderState:
         """Return the start of the epoch after that of ``state``, in the order of this identity."""
@@ -172,14 +177,7 @@ class Progress:
             if not is_start(state):  # the loop has yet to see the end of an epoch of which nothing is left
                 identity = identity.of_version(state.identity)
             state = replace(state, identity=at_version(self.identity, state.identity))
-        differences = differing(self.identity, state.identity, kept=self._kept)
-        rejected = [line for line in differences if line.split(":")[0] not in self._accept]
-        if rejected:
-            raise StateMismatch(
-                "the reader state belongs to another order of rows than that of this dataset. They differ in "
-                + "; ".join(rejected)
-                + f". Open the dataset with the values of the state{_override(differences)}"
-            )
+        self.check_accepted(differing(self.identity, state.identity, kept=self._kept))
         check_place(given, ahead=ahead)
         if self.identity.tail != state.identity.tail:
             state = rebase(state, identity)
@@ -187,6 +185,16 @@ class Progress:
         self._iteration += 1
         self._set(replace(state, identity=identity))
         self._settled = None
+
+    def check_accepted(self, differences: Sequence[str]) -> None:
+        """Raise StateMismatch where a state differs from this dataset, and the user does not accept it."""
+        rejected = [line for line in differences if line.split(":")[0] not in self._accept]
+        if rejected:
+            raise StateMismatch(
+                "the reader state belongs to another order of rows than that of this dataset. They differ in "
+                + "; ".join(rejected)
+                + f". Open the dataset with the values of the state{_override(differences)}"
+            )
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``."""
@@ -319,9 +327,12 @@ class Progress:
         """Note that the loop saw the end of the epoch at hand, also where the last rows went to other ranks."""
         if self.plan.steps is not None:
             self._reached = self.plan.steps
+        self._leave(moves=self._moves)
+
+    def _leave(self, *, moves: bool) -> None:
         self.over, self._began = True, -1
         self.deliveries.end()
-        self.runs.finish(moves=self._moves)
+        self.runs.finish(moves=moves)
         self._leave_rest()
 
     def assignments(self, rank: int) -> Iterator[Assignment]:
@@ -350,7 +361,13 @@ class Progress:
     def _start_of(self, epoch: int, state: ReaderState) -> ReaderState:
         """Return the start of ``epoch``, in the order of this identity and the topology of ``state``."""
         num_lanes, batch_size, world_size = state.segment.topology
-        return start(self.identity, epoch=epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
+        return self._begin(epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
+
+    def _begin(self, epoch: int, **topology: Any) -> ReaderState:
+        return start(self.identity, epoch=epoch, **topology)
+
+    def _go_on(self, state: ReaderState, **topology: Any) -> ReaderState:
+        return replan(state, **topology)
 
 
 def is_start(state: ReaderState) -> bool:

@@ -119,7 +119,7 @@ class LoaderReader:
 
     def fit(self, state: Mapping[str, Any], saved: Callable[[str], TableIndex | None], *, look: bool) -> Fit:
         """See `lakeckpt.data.place.versions.Versions.fit`."""
-        return self._dataset._versions.fit(ReaderState.from_plain(state), saved, look=look)
+        return self._dataset._versions.fit(self._progress.read(state), saved, look=look)
 
     def repin(self, index: TableIndex) -> Callable[[], None]:
         """Read the table version that ``index`` pins; a state is loaded next. Return a function that undoes it."""
@@ -127,7 +127,7 @@ class LoaderReader:
 
     def next_epoch(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of the start of the epoch after that of ``state``, at the version at hand."""
-        return self._progress.following(ReaderState.from_plain(state)).to_plain()
+        return self._progress.following(self._progress.read(state)).to_plain()
 
 
 class SourceReader(LoaderReader):

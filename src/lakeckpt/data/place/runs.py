@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import EPOCH_NUMBERS, Receipt
@@ -52,6 +53,14 @@ class Run:
             return None
         return self._plan.assignment(step, rank).receipt
 
+    def after(self, receipt: Receipt) -> ReaderState:
+        """Return the state of all up to ``receipt``, which was delivered in this run."""
+        return self.end.moved(step=receipt.step + 1)
+
+    def cut(self, state: ReaderState) -> Run:
+        """Return the run that begins and ends at ``state``, to which this one has come."""
+        return Run(start=state, end=state)
+
     @cached_property
     def _plan(self) -> Plan:
         """The plan of the whole run, which is of one segment. It is made when a receipt is first looked up."""
@@ -59,16 +68,21 @@ class Run:
 
 
 class Runs:
-    """The runs since the mark. The last one goes on."""
+    """The runs since the mark, of one ``kind``. The last one goes on."""
 
-    def __init__(self, runs: Sequence[Run] = ()) -> None:
-        self._runs = list(runs)
+    def __init__(self, kind: type[Run] = Run, runs: Sequence[Run] = ()) -> None:
+        self._kind, self._runs = kind, list(runs)
 
     def copy(self) -> Runs:
         """Return the same runs; runs that are added to the copy are not added here."""
-        return Runs(self._runs)
+        return Runs(self._kind, self._runs)
 
     # --- what is asked
+
+    @property
+    def last(self) -> Any:
+        """The run that goes on."""
+        return self._runs[-1]
 
     @property
     def tables(self) -> set[str]:
@@ -77,7 +91,7 @@ class Runs:
 
     def at(self, receipt: Receipt) -> ReaderState:
         """Return the state of all up to ``receipt``; StateUnavailable where it is of none of the runs."""
-        return _after(self._run_of(receipt).end, receipt)
+        return self._run_of(receipt).after(receipt)
 
     def numbered(self, number: int, rank: int) -> Receipt:
         """Return the receipt of ``rank`` with this `Receipt.number`; StateUnavailable where no run has it."""
@@ -95,7 +109,7 @@ class Runs:
         runs = self._runs
         if receipt is not None:
             last = self._run_of(receipt)
-            runs = [*runs[: runs.index(last)], Run(start=last.start, end=_after(last.end, receipt))]
+            runs = [*runs[: runs.index(last)], self._kind(start=last.start, end=last.after(receipt))]
         return [(run.start, run.end) for run in runs if run.is_recorded]
 
     # --- what changes them
@@ -104,7 +118,7 @@ class Runs:
         """Begin a run at ``state``, in place of a run before it that the ledger need not have."""
         if self._runs and not self._runs[-1].is_recorded:
             self._runs.pop()
-        self._runs.append(Run(start=state, end=state))
+        self._runs.append(self._kind(start=state, end=state))
 
     def reach(self, state: ReaderState) -> None:
         """Note that the last run has come to ``state``."""
@@ -120,10 +134,10 @@ class Runs:
     def mark(self, receipt: Receipt | None) -> None:
         """Forget what was consumed up to ``receipt`` (None: all)."""
         if receipt is None:
-            self._runs = [Run(start=run.end, end=run.end) for run in self._runs[-1:]]
+            self._runs = [run.cut(run.end) for run in self._runs[-1:]]
             return
         run = self._run_of(receipt)
-        run.start = _after(run.end, receipt)
+        run.start = run.after(receipt)
         self._runs = self._runs[self._runs.index(run) :]
 
     def _run_of(self, receipt: Receipt) -> Run:
@@ -137,7 +151,3 @@ class Runs:
             "loader has delivered since the last checkpoint, or since restore(): pass the receipt of a batch that the "
             "loop received since then, and begin to iterate after restore()"
         )
-
-
-def _after(state: ReaderState, receipt: Receipt) -> ReaderState:
-    return state.moved(step=receipt.step + 1)

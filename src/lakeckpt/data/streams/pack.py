@@ -65,6 +65,8 @@ def pack(
     """
     if not isinstance(dataset, LakeDataset):
         raise ConfigError(f"pack takes a lakeckpt.LakeDataset, got {type(dataset).__name__}")
+    if dataset.yields_many:
+        raise ConfigError('pack takes documents as rows of a table, and this dataset has a transform with rows="many"')
     if dataset.row_wise:
         raise ConfigError("packed sequences come in micro-batches: give the dataset a batch_size, in sequences")
     if dataset.output == "arrow":

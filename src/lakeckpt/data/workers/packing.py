@@ -66,8 +66,8 @@ class Packed:
                 address += (size + ALIGNMENT - 1) & -ALIGNMENT
 
 
-def pack(value: Any, receipt: Receipt) -> Packed:
-    """Take ``value`` apart; ``receipt`` is known at the other end. Raises what pickling raises."""
+def pack(value: Any, receipt: Receipt | None) -> Packed:
+    """Take ``value`` apart; ``receipt`` is known at the other end, None: none is. Raises what pickling raises."""
     packed, file = Packed(), io.BytesIO()
     _Pickler(file, packed, receipt).dump(value)
     packed.add_pickle(file.getvalue())
@@ -86,7 +86,7 @@ def unpack(slab: npt.NDArray[np.uint8] | torch.Tensor, pickle_at: int, receipt: 
 class _Pickler(pickle.Pickler):
     """Pickles a value; a leaf becomes a call of the method of `_Leaves` that finds it again."""
 
-    def __init__(self, file: io.BytesIO, packed: Packed, receipt: Receipt) -> None:
+    def __init__(self, file: io.BytesIO, packed: Packed, receipt: Receipt | None) -> None:
         super().__init__(file, _PROTOCOL)
         self._packed, self._receipt = packed, receipt
 

@@ -32,10 +32,13 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
+from lakeckpt.core.flows.state import FlowState
 from lakeckpt.core.state import ReaderState
 from lakeckpt.core.streams.mixture import MixedState, stretches
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.flows.reading import FlowReading
+from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.workers.groups import Group
 from lakeckpt.data.workers.packing import pack
 from lakeckpt.data.workers.slots import SlotMemory, Slots
@@ -50,7 +53,8 @@ _GROUP_S = 0.05
 class Beginning:
     """The place where an iteration begins, from which a worker plans."""
 
-    state: ReaderState | MixedState
+    state: ReaderState | MixedState | FlowState
+    """The state of the job; of a flow, the part of the rank, or the state of the job."""
     rank: int
 
 
@@ -81,15 +85,14 @@ class WorkerReader(Dataset[Group]):
         self.dataset = dataset
         self._memory, self._worker, self._workers, self._limits = memory, worker, workers, limits
         self._slots = Slots(memory, spare_bytes=limits.spare_bytes)
-        self._ahead: Ahead | None = None
+        self._ahead: Ahead | FlowReading | None = None
         """The rest of the iteration; None: nothing is left."""
         self._groups = 0
 
     def __getitem__(self, task: Task) -> Group:
         self._slots.free(task.free)
         if task.beginning is not None:
-            mine = _assignments(task.beginning, self._worker, self._workers)
-            self._ahead, self._groups = Ahead(self.dataset._source, mine), 0
+            self._ahead, self._groups = self._begun(task.beginning), 0
         group = Group(self._memory.number)
         if self._ahead is not None:
             try:
@@ -99,7 +102,16 @@ class WorkerReader(Dataset[Group]):
         group.over = self._ahead is None
         return group
 
-    def _fill(self, group: Group, ahead: Ahead) -> None:
+    def _begun(self, beginning: Beginning) -> Ahead | FlowReading:
+        source, worker, workers = self.dataset._source, self._worker, self._workers
+        if not isinstance(source, FlowSource):
+            return Ahead(source, _assignments(beginning, worker, workers))
+        state = beginning.state
+        assert isinstance(state, FlowState)
+        ranks = state.segment.world_size
+        return FlowReading(source, state, beginning.rank, owns=lambda lane: lane // ranks % workers == worker)
+
+    def _fill(self, group: Group, ahead: Ahead | FlowReading) -> None:
         most, until = min(self._limits.micro_batches, 1 << min(self._groups, 20)), 0.0
         self._groups += 1
         while len(group.written) < most and group.size_bytes < self._limits.size_bytes:
@@ -110,7 +122,7 @@ class WorkerReader(Dataset[Group]):
                 self._ahead = None
                 return
             until = until or time.monotonic() + _GROUP_S
-            packed = pack(value, receipt)
+            packed = pack(value, None if isinstance(ahead, FlowReading) else receipt)
             offset = self._slots.take(packed.size_bytes)
             packed.copy_to(self._memory.address + offset)
             group.add(receipt.step, offset, packed.size_bytes, packed.pickle_at)
@@ -160,8 +172,9 @@ def _exit_after(main: Any) -> None:
 
 def _assignments(beginning: Beginning, worker: int, workers: int) -> Iterator[Any]:
     """Yield what ``worker`` of ``workers`` reads of the rest of the epoch."""
-    rank = beginning.rank
-    for plan, step, stop in stretches(beginning.state):
+    rank, state = beginning.rank, beginning.state
+    assert not isinstance(state, FlowState)
+    for plan, step, stop in stretches(state):
         while stop is None or step < stop:
             if plan.owner(step, rank) % workers == worker:
                 yield plan.assignment(step, rank)

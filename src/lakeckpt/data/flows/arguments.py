@@ -1,0 +1,75 @@
+"""This module makes the parts of a dataset whose transform yields any number of rows, and refuses what cannot be.
+
+It reads nothing and starts no threads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lakeckpt.data.flows.ends import ends_of
+from lakeckpt.data.flows.feed import Feed
+from lakeckpt.data.flows.progress import FlowProgress
+from lakeckpt.data.flows.source import FlowSource
+from lakeckpt.data.options import one_of
+from lakeckpt.data.place.identity import Pinned
+from lakeckpt.data.place.progress import Progress
+from lakeckpt.data.source import BatchSource
+from lakeckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lakeckpt.data.dataset import LakeDataset
+
+__all__ = ["check_flow", "check_no_workers", "feed_of", "flow_parts"]
+
+
+def check_flow(dataset: LakeDataset, rows: Any, *, endless: bool, drops: bool, begun: bool) -> None:
+    """Raise `ConfigError` where ``dataset`` has arguments that ``rows="many"`` does not go with."""
+    one_of("rows", rows, ("many",))
+    wrong = {
+        "transform=, which yields the rows": not dataset.has_transform,
+        "a batch_size=, in rows that it yields": dataset.row_wise,
+        'output="torch" or "numpy"': dataset.output == "arrow",
+        "drop_last=False: which rows are the last is not known before they are read": drops and not endless,
+        'on_new_version="keep"': dataset.options.on_new_version != "keep",
+        "no consumed=": begun,
+    }
+    for needed, is_wrong in wrong.items():
+        if is_wrong:
+            raise ConfigError(f'rows="many" needs {needed}')
+
+
+def check_no_workers(dataset: LakeDataset) -> None:
+    """Raise `ConfigError` in a worker of another DataLoader, if ``dataset`` yields any number of rows of a row."""
+    if dataset.yields_many:
+        raise ConfigError(
+            'a transform with rows="many" is read by lakeckpt.LakeLoader, with any number of workers, and not by the '
+            "worker processes of another DataLoader, whose main process does not learn how far each has come"
+        )
+
+
+def flow_parts(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[BatchSource, Progress]:
+    """Return what reads ``pinned``, and the place in it."""
+    options = dataset.options
+    source = FlowSource(pinned, output=dataset.output, options=options, transform=transform, row_wise=False)
+    assert dataset.batch_size is not None
+    progress = FlowProgress(
+        pinned,
+        source.maker,
+        batch_size=dataset.batch_size,
+        num_lanes=options.num_lanes,
+        accept_changes=options.accept_changes,
+    )
+    return source, progress
+
+
+def feed_of(dataset: LakeDataset, rank: int) -> Feed | None:
+    """Return what gives ``rank`` the rest of the epoch of ``dataset``; None where positions alone decide that.
+
+    Raises `ConfigError` where ranks cannot agree on the end of an epoch.
+    """
+    source, progress = dataset._source, dataset._progress
+    if not (isinstance(source, FlowSource) and isinstance(progress, FlowProgress)):
+        return None
+    ends = ends_of(progress.origin, rank)
+    return Feed(source, progress.flow_state, rank, ends=ends, over=progress.ends_at)

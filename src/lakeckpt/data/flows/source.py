@@ -1,0 +1,146 @@
+"""This module reads the rows of a flow's lanes, and calls the transform for each.
+
+`FlowSource` reads rows as `lakeckpt.data.source.BatchSource` does. `LaneRows` has the rows of the lanes of one process,
+for one iteration: of each lane, blocks of rows are announced ahead, so that windows are decoded in threads while the
+transform works. The threads are those of the reader; `LaneRows.close` ends them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from lakeckpt.core.flows.batches import PositionItems
+from lakeckpt.core.flows.plan import FlowPlan, flow_start
+from lakeckpt.core.flows.state import FlowState
+from lakeckpt.core.plan import Assignment
+from lakeckpt.core.receipts import Receipt, Span
+from lakeckpt.data.flows.calls import collate, empty_of, maker_of, rows_of_row
+from lakeckpt.data.source import BatchSource, row_of
+from lakeckpt.errors import ConfigError
+from lakeckpt.reading.windows.positions import Announced, PositionReader
+
+__all__ = ["FlowSource", "LaneRows"]
+
+_BLOCK = 256
+"""Rows that are taken from a window at a time."""
+_AHEAD = 8
+"""Blocks of a lane that are announced ahead, as far as there is memory."""
+_TRIED = 4096
+"""Rows that are looked at for the columns of a batch without rows."""
+
+
+class FlowSource(BatchSource):
+    """A `BatchSource` whose transform yields any number of rows of each row."""
+
+    @property
+    def maker(self) -> str:
+        """The name of the transform."""
+        assert self._transform is not None
+        return maker_of(getattr(self._transform, "transform", self._transform))
+
+    def _finished(self, batch: Any, receipt: Receipt) -> Any:
+        return batch  # rows, for each of which the transform is called
+
+    def items(self, columns: Any, row: int, span: Span) -> list[Any]:
+        """Return what the transform yields of row ``row`` of ``columns``, which stands at the position of ``span``."""
+        assert self._transform is not None
+        return rows_of_row(self._transform, row_of(columns, row), span, seed=self._spec.seed)
+
+    def columns(self, items: list[Any]) -> dict[str, Any] | None:
+        """Return ``items`` as columns; None where there are none."""
+        return collate(items, output=self.output) if items else None
+
+    def empty(self, state: FlowState) -> dict[str, Any]:
+        """Return the columns of a batch without rows, by the first row that the transform yields in the epoch.
+
+        Columns are unknown, and there are none, where it yields nothing of the first 4096 rows.
+        """
+        first = flow_start(state.identity, state.maker, epoch=state.epoch, num_lanes=1, batch_size=1, world_size=1)
+        rows = LaneRows(self, FlowPlan(first), 1)
+        found = next((one.items for one in itertools.islice(rows.positions(0, 0), _TRIED) if one.items), None)
+        rows.close()
+        return empty_of(collate(found[:1], output=self.output)) if found else {}
+
+
+class LaneRows:
+    """Rows of the lanes of ``plan``, of which ``lanes`` may be read in all, with what the transform yields of them.
+
+    What iterates `positions` refers to this, and this refers to none of it: so threads and windows are free as soon as
+    nobody reads.
+    """
+
+    def __init__(self, source: FlowSource, plan: FlowPlan, lanes: int) -> None:
+        self._source, self._plan, self._lanes = source, plan, lanes
+        self._reader: PositionReader | None = source.new_reader(lanes)
+
+    def close(self) -> None:
+        """Drop what was announced and decoded, and end the threads."""
+        if self._reader is not None:
+            self._reader.clear()
+
+    def end(self) -> None:
+        """Give the reader back: everything was read."""
+        if self._reader is not None:
+            self._source.end(self._reader, self._lanes)
+            self._reader = None
+
+    def positions(self, lane: int, done: int) -> Iterator[PositionItems]:
+        """Yield what the positions of ``lane`` yield, from the ``done``-th on."""
+        blocks, ahead, idle = self._blocks(lane, done), deque[tuple[list[Span], Announced]](), 0
+        while self._reader is not None:
+            while len(ahead) < _AHEAD and (not ahead or self._reader.has_room):
+                spans = next(blocks, None)
+                if spans is None:
+                    break
+                ahead.append((spans, self._source.announce(self._reader, self._assignment(spans))))
+            if not ahead:
+                return
+            spans, rows = ahead.popleft()
+            columns = self._source.take(self._reader, rows, self._assignment(spans).receipt)
+            for one in self._called(columns, spans):
+                idle = 0 if one.items else idle + 1
+                self._check_idle(lane, idle)
+                yield one
+
+    def _called(self, columns: Any, spans: list[Span]) -> Iterator[PositionItems]:
+        skips, row = self._plan.skips(spans), 0
+        for span in spans:
+            for at in range(span.start, span.stop):
+                single = Span(epoch=span.epoch, start=at, stop=at + 1)
+                items = self._source.items(columns, row, single)
+                name = f"the row at position {at} of epoch {span.epoch}"
+                yield PositionItems(items=items, skip=skips.get(single, 0), name=name)
+                row += 1
+
+    def _blocks(self, lane: int, done: int) -> Iterator[list[Span]]:
+        sizes = self._plan.sizes
+        while sizes is None or done < sizes[lane]:
+            stop = done + _BLOCK if sizes is None else min(done + _BLOCK, sizes[lane])
+            yield self._plan.spans(lane, done, stop)
+            done = stop
+
+    def _assignment(self, spans: list[Span]) -> Assignment:
+        """Return ``spans`` as the source reads them."""
+        rows = sum(span.rows for span in spans)
+        receipt = Receipt(
+            epoch=spans[0].epoch,
+            micro_batch=0,
+            lane=0,
+            step=0,
+            rank=0,
+            world_size=1,
+            spans=tuple(spans),
+            step_rows=rows,
+        )
+        layouts = tuple(self._plan.layout(epoch) for epoch in dict.fromkeys(span.epoch for span in spans))
+        return Assignment(receipt=receipt, layouts=layouts, owner=0, lanes=self._lanes)
+
+    def _check_idle(self, lane: int, idle: int) -> None:
+        if self._plan.sizes is None and idle > self._plan.state.identity.rows:
+            raise ConfigError(
+                f"the transform has yielded no row for {idle:,} rows of lane {lane}, one after another, more than an "
+                "epoch has: an endless stream of such rows never gives a micro-batch"
+            )
