@@ -172,6 +172,8 @@ class FlowProgress(Progress):
         ends = {lane: (sizes[lane], 0) for lane in frontiers_of(state)}
         self._reach(moved(state, step=state.step, frontiers=ends))
         self._leave(moves=False)
+        # Whether lanes moved here differs between ranks, and all of them must record the same stretches.
+        self._begun.last.ended_without_step = True
 
     # --- inside
 

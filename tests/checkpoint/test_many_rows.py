@@ -1,0 +1,110 @@
+"""Transforms that yield several rows of one, under the manager: each counts once, which the audit proves."""
+
+from __future__ import annotations
+
+from collections import Counter as Multiset
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.checkpoint.ledger.report import AuditReport
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.core.flows.plan import begun_of
+from lakeckpt.core.flows.state import FlowState
+from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
+from tests.checkpoint.scripts import write_table
+from tests.data.flow_jobs import Item, items, job_store, loader_of, whole
+
+ROWS = 200
+RARE = [row for row in range(ROWS) if row * 7919 % 13 < 4]
+__all__ = ["job_store"]
+
+
+@pytest.fixture(scope="module")
+def lake(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_table(tmp_path_factory.mktemp("lake"))
+
+
+def attempt(
+    storage: MemoryStorage,
+    lake: Path,
+    world_size: int,
+    steps: int | None,
+    *,
+    every: int,
+    epochs: int = 1,
+    **options: Any,
+) -> list[list[tuple[int, Item]]]:
+    """Restore, take ``steps`` steps and save, and one more step, which is lost; None: go on to the end of the epochs.
+    What each rank got up to the save: (epoch, item)."""
+    waiter = EventWaiter(storage)
+
+    def body(rank: int, exchange: HubExchange) -> list[tuple[int, Item]]:
+        loader = loader_of(lake, rank=rank, world_size=world_size, **options)
+        saver = manager(storage, {"reader": loader}, exchange=exchange, waiter=waiter, persist_every=every)
+        saver.restore()
+        found: list[tuple[int, Item]] = []
+        taken = 0
+        for epoch in range(loader.epoch, epochs):
+            for batch in loader:
+                if taken == steps:
+                    return found
+                taken += 1
+                found += [(epoch, item) for item in items(batch)]
+                saver.step(batch)
+                if taken == steps:
+                    saver.save()
+        saver.save()
+        return found
+
+    return good(run_ranks(world_size, body, waiters=[waiter]))
+
+
+def proved(storage: MemoryStorage) -> AuditReport:
+    report = audit(storage)
+    assert report.verdict == "proved", report.to_plain()
+    return report
+
+
+@pytest.mark.parametrize("every", [1, 10**6])
+@pytest.mark.parametrize(
+    "chain",
+    [
+        [(1, 9), (2, 7), (4, 5), (3, None)],
+        [(3, 4), (2, 40), (2, 12), (1, None)],
+    ],
+)
+def test_every_yielded_row_counts_once_on_any_chain_of_topologies(
+    chain: list[tuple[int, int | None]], every: int, lake: Path, job_store: dist.Store
+) -> None:
+    storage, found = MemoryStorage(), Multiset[tuple[int, Item]]()
+    for world_size, steps in chain:
+        for got in attempt(storage, lake, world_size, steps, every=every, epochs=2):
+            found.update(got)
+        state = FlowState.from_plain(read_history(storage).tip.readers["reader"].state)
+        assert state.is_whole and state.segment.world_size == world_size
+        assert begun_of(state) or steps is None
+        proved(storage)
+    assert found == Multiset((epoch, item) for epoch in range(2) for item in whole(ROWS))
+    report = proved(storage)
+    assert [(one.status, one.once) for one in report.readers[0].epochs] == [("complete", ROWS)] * 2
+
+
+def rare(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row of some rows, none of most."""
+    return [{"id": row["id"], "part": 0}] if int(row["id"]) in RARE else []
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_epoch_goes_over_into_the_next_where_the_last_lane_of_a_rank_yields_nothing(
+    world_size: int, lake: Path, job_store: dist.Store
+) -> None:
+    """Two rows a lane: a rank may learn after its last step, which is saved, that its last lane has no item."""
+    storage, found, epochs = MemoryStorage(), Multiset[tuple[int, Item]](), 4
+    for got in attempt(storage, lake, world_size, None, every=1, epochs=epochs, num_lanes=100, transform=rare):
+        found.update(got)
+    assert found == Multiset((epoch, (row, 0)) for epoch in range(epochs) for row in RARE)
+    assert [(one.status, one.once) for one in proved(storage).readers[0].epochs] == [("complete", ROWS)] * epochs
