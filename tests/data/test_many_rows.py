@@ -127,6 +127,15 @@ def test_a_rank_that_never_has_a_row_knows_the_columns(lake: Path, job_store: An
     assert all(batch["part"].shape == (0,) and batch["part"].dtype == torch.int64 for batch in idle)
 
 
+def test_lanes_that_yield_nothing_are_done_when_the_last_batch_is(lake: Path) -> None:
+    loader = loader_of(lake, transform=nothing_but_row, num_lanes=4, batch_size=3)
+    states = [loader.state_dict() for _ in loader]
+    assert sum(states[-1]["done"]) == ROWS and sum(states[-2]["done"]) < ROWS
+    assert [len(batch.receipt.moves) for batch in loader].count(1) < len(states)
+    loader.load_state_dict(states[-1])
+    assert list(loader) == [] and loader.epoch == 1
+
+
 def nothing(row: dict[str, Any]) -> list[dict[str, Any]]:
     """No row of any row."""
     return []
