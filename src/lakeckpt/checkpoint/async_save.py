@@ -146,10 +146,7 @@ class Background:
             if any(not one.is_ordered for one in self._pending.values()):
                 self._engine.finish()  # all ranks order a save before the next one
                 self._order_ready()
-            pending: Pending = self._journal.pending(step)
-            if self._exchange.world_size > 1 and self._last[0] == step:
-                # Other ranks may have captured this cut before the loop saw the end of the epoch.
-                pending = self._last[1]
+            pending = self._pending_of(step)
             self._write_documents()
             good = checked_metric(metric)
             captured = self._has_captured(step) or self._capture(step, pending, must=True, patient=patient)
@@ -179,6 +176,12 @@ class Background:
         self._send(one)  # the agents of all ranks must learn that this rank has not captured it
         if failure is not None:
             raise failure
+
+    def _pending_of(self, step: int) -> Pending:
+        """Return what is to be recorded of the cut of ``step``. Other ranks may have captured it before the loop saw
+        the end of the epoch: then this rank records what it would have captured."""
+        is_captured = self._exchange.world_size > 1 and self._last[0] == step
+        return self._last[1] if is_captured else self._journal.pending(step)
 
     def _without_arena(self, step: int, error: ArenaError) -> LakeckptError:
         """Return the error of a cut for which there is no memory. A job that never had an arena is refused."""
