@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter as Multiset
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.report import AuditReport
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.core.flows.plan import begun_of
 from lakeckpt.core.flows.state import FlowState
-from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
+from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks, training
 from tests.checkpoint.scripts import write_table
 from tests.data.flow_jobs import Item, items, job_store, loader_of, whole
+from tests.patience import PATIENCE_S
 
 ROWS = 200
 RARE = [row for row in range(ROWS) if row * 7919 % 13 < 4]
@@ -108,3 +111,34 @@ def test_an_epoch_goes_over_into_the_next_where_the_last_lane_of_a_rank_yields_n
         found.update(got)
     assert found == Multiset((epoch, (row, 0)) for epoch in range(epochs) for row in RARE)
     assert [(one.status, one.once) for one in proved(storage).readers[0].epochs] == [("complete", ROWS)] * epochs
+
+
+def test_a_cut_that_one_rank_captures_after_the_end_of_the_epoch_is_that_of_the_last_step(
+    lake: Path, job_store: dist.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has no memory for a capture in the loop. What the end shows of lanes is recorded with the next save."""
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+    cut = CaptureEngine.cut
+
+    def scarce(self: CaptureEngine, step: int, *, must: bool, **given: Any) -> bool:
+        return (must or threading.current_thread().name == "rank 0") and cut(self, step, must=must, **given)
+
+    monkeypatch.setattr(CaptureEngine, "cut", scarce)
+
+    def body(rank: int, exchange: HubExchange) -> None:
+        threading.current_thread().name = f"rank {rank}"
+        loader = loader_of(lake, rank=rank, world_size=2, num_lanes=100, transform=rare)
+        options = {"exchange": exchange, "waiter": waiter, "arenas": tmp_path / str(rank), "timeout_s": PATIENCE_S}
+        with manager(storage, {"reader": loader, **training()}, capture_every=1, **options) as saver:
+            saver.restore()
+            for _ in range(3):
+                for batch in loader:
+                    saver.step(batch)
+                    saver._saves._engine.wait()
+                saver.save()
+
+    good(run_ranks(2, body, waiters=[waiter]))
+    assert len(read_history(storage).chain) == 3
+    statuses = [(one.status, one.once) for one in proved(storage).readers[0].epochs]
+    assert statuses[:2] == [("complete", ROWS)] * 2
