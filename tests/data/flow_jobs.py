@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,18 @@ class Ran:
 
 def run_ranks(lake: Path, world_size: int, *, state: Any = None, steps: int | None = None, **options: Any) -> Ran:
     """Run an epoch, or its rest, or ``steps`` of it, on so many ranks, which do not wait for each other's steps."""
+    return run_loaders(
+        lambda rank: loader_of(lake, rank=rank, world_size=world_size, **options), world_size, state, steps
+    )
+
+
+def run_loaders(make: Callable[[int], LakeLoader], world_size: int, state: Any, steps: int | None) -> Ran:
+    """As `run_ranks`, with the loaders that ``make`` makes of ranks."""
     ran = Ran(batches=[[] for _ in range(world_size)], states=[{} for _ in range(world_size)])
 
     def rank(number: int) -> None:
         try:
-            loader = loader_of(lake, rank=number, world_size=world_size, **options)
+            loader = make(number)
             if state is not None:
                 loader.load_state_dict(state)
             ran.batches[number] = list(itertools.islice(iter(loader), steps))

@@ -8,7 +8,7 @@ no threads itself: the source does, for each iteration.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Versions, check_moves
 from lakeckpt.data.source import BatchSource, Output, gives
 from lakeckpt.data.topology import check_topology, resolve_topology
-from lakeckpt.data.transform import CarriedRows, Transform, TransformContext, bind_transform
+from lakeckpt.data.transform import CarriedRows, Transform, bind_transform
 from lakeckpt.errors import ConfigError, StateUnavailable
 from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.table.table import Table
@@ -149,7 +149,7 @@ class LakeDataset(IterableDataset[Any]):
         )
         self._read(pinned, bind_transform(transform))
 
-    def _read(self, pinned: Pinned, transform: Callable[[Any, TransformContext], Any] | None) -> None:
+    def _read(self, pinned: Pinned, transform: Any) -> None:
         """Begin to read ``pinned`` from its start."""
         make = flow_parts if self.yields_many else _parts
         self._source, self._progress = make(self, pinned, transform)

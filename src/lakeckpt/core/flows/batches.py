@@ -16,7 +16,7 @@ from typing import Any
 from lakeckpt.core.flows.plan import Frontier
 from lakeckpt.errors import StateMismatch
 
-__all__ = ["LaneBatch", "LaneBatches", "PositionItems"]
+__all__ = ["LaneBatch", "LaneBatches", "Piece", "PositionItems"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +30,32 @@ class PositionItems:
     """The position, for errors."""
 
 
+Piece = tuple[Sequence[Any], int, int]
+"""The items of a position, of which those from a first to a last (exclusive) one are meant."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneBatch:
     """A micro-batch of a lane."""
 
-    items: list[Any]
+    pieces: tuple[Piece, ...]
+    """Its items, position by position."""
     before: Frontier
     after: Frontier
     touched: int
     """One past the last position of the lane that was looked at for it, and of which an item was taken or none came."""
     is_last: bool
     """True where the lane has no more items; ``after`` is then its end."""
+
+    @property
+    def count(self) -> int:
+        """The number of items."""
+        return sum(stop - start for _, start, stop in self.pieces)
+
+    @property
+    def items(self) -> list[Any]:
+        """The items."""
+        return [item for items, start, stop in self.pieces for item in items[start:stop]]
 
 
 class LaneBatches(Iterator[LaneBatch]):
@@ -66,15 +81,18 @@ class LaneBatches(Iterator[LaneBatch]):
     def __next__(self) -> LaneBatch:
         if self._is_over:
             raise StopIteration
-        taken: list[Any] = []
-        while len(taken) < self._batch_size and self._has_item():
-            upto = min(len(self._items), self._at + self._batch_size - len(taken))
-            taken += self._items[self._at : upto]
-            self._at = upto
+        pieces, left = list[Piece](), self._batch_size
+        while left and self._has_item():
+            start = self._at
+            self._at = min(len(self._items), start + left)
+            pieces.append((self._items, start, self._at))
+            left -= self._at - start
         self._is_over = not self._has_item()
         before, self._before = self._before, (self._done, self._at)
         touched = self._done + (self._at > self._opened_at)
-        return LaneBatch(items=taken, before=before, after=self._before, touched=touched, is_last=self._is_over)
+        return LaneBatch(
+            pieces=tuple(pieces), before=before, after=self._before, touched=touched, is_last=self._is_over
+        )
 
     def _has_item(self) -> bool:
         """Go to the next position that has an item left; return whether there is one."""

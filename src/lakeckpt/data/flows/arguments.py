@@ -5,12 +5,14 @@ It reads nothing and starts no threads.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from lakeckpt.data.flows.ends import ends_of
 from lakeckpt.data.flows.feed import Feed
 from lakeckpt.data.flows.progress import FlowProgress
 from lakeckpt.data.flows.source import FlowSource
+from lakeckpt.data.flows.tokens import Tokenizing, TokenSource, check_text
 from lakeckpt.data.options import one_of
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
@@ -20,7 +22,7 @@ from lakeckpt.errors import ConfigError
 if TYPE_CHECKING:
     from lakeckpt.data.dataset import LakeDataset
 
-__all__ = ["check_flow", "check_no_workers", "feed_of", "flow_parts"]
+__all__ = ["check_flow", "check_no_workers", "feed_of", "flow_parts", "tokenized"]
 
 
 def check_flow(dataset: LakeDataset, rows: Any, *, endless: bool, drops: bool, begun: bool) -> None:
@@ -50,17 +52,34 @@ def check_no_workers(dataset: LakeDataset) -> None:
 
 def flow_parts(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[BatchSource, Progress]:
     """Return what reads ``pinned``, and the place in it."""
-    options = dataset.options
-    source = FlowSource(pinned, output=dataset.output, options=options, transform=transform, row_wise=False)
-    assert dataset.batch_size is not None
+    options, size = dataset.options, dataset.batch_size
+    assert size is not None
+    kind = TokenSource if isinstance(transform, Tokenizing) else FlowSource
+    source = kind(pinned, output=dataset.output, options=options, transform=transform, row_wise=False)
     progress = FlowProgress(
         pinned,
         source.maker,
-        batch_size=dataset.batch_size,
+        batch_size=size * transform.length if isinstance(transform, Tokenizing) else size,
         num_lanes=options.num_lanes,
         accept_changes=options.accept_changes,
     )
     return source, progress
+
+
+def tokenized(dataset: LakeDataset, tokenizing: Tokenizing) -> LakeDataset:
+    """Return a dataset of sequences of tokens of the texts that ``dataset`` reads. `ConfigError`, `SchemaError`."""
+    pinned = dataset._versions.at_hand
+    check_text(pinned.table.schema, tokenizing.column)
+    if dataset.has_transform or dataset.options.text != "str":
+        raise ConfigError('pack with a tokenizer= needs a dataset without transform=, and ReadOptions(text="str")')
+    made = object.__new__(type(dataset))
+    made.__dict__.update(dataset.__dict__)
+    made.has_transform = made.yields_many = True
+    drops, begun = pinned.tail == "drop", pinned.table.index.rest is not None
+    check_flow(made, "many", endless=pinned.endless, drops=drops, begun=begun)
+    made.columns = [tokenizing.column]
+    made._read(dataclasses.replace(pinned, columns=made.columns), tokenizing)
+    return made
 
 
 def feed_of(dataset: LakeDataset, rank: int) -> Feed | None:

@@ -24,7 +24,7 @@ _NUMBERS = (bool, int, float)
 
 
 def maker_of(transform: Callable[..., Any]) -> str:
-    """Return the name of a transform, which is a part of every state: module and qualified name.
+    """Return the name of a transform, which is a part of every state: module (if it has one) and qualified name.
 
     >>> maker_of(functools.partial(empty_of, {}))
     'lakeckpt.data.flows.calls.empty_of'
@@ -32,19 +32,17 @@ def maker_of(transform: Callable[..., Any]) -> str:
     while isinstance(transform, functools.partial):
         transform = transform.func
     named = transform if hasattr(transform, "__qualname__") else type(transform)
-    return f"{named.__module__}.{named.__qualname__}"
+    return ".".join(part for part in (named.__module__, named.__qualname__) if part)
 
 
-def rows_of_row(
-    transform: Callable[[Any, TransformContext], Any], row: dict[str, Any], span: Span, *, seed: int
-) -> list[Any]:
+def rows_of_row(transform: Callable[[Any, Any], Any], row: dict[str, Any], span: Span, *, seed: int) -> list[Any]:
     """Return what ``transform`` yields of ``row``, which stands at the one position of ``span``.
 
     What it raises is raised with a note that names the position; `ConfigError` where it returns no rows, but a row.
     """
     where = f"in the transform of the row at position {span.start} of epoch {span.epoch}"
     try:
-        found = transform(row, _context(span, seed))
+        found = transform(row, _context(span, seed) if getattr(transform, "way", "named") else None)
         if isinstance(found, (Mapping, str, bytes)) or not isinstance(found, Iterable):
             raise ConfigError(
                 f'rows="many" needs a transform that returns or yields rows, each of them a dict, and it returned a '

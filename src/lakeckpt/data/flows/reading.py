@@ -73,10 +73,10 @@ class FlowReading(Iterator[tuple[Receipt, Found]]):
         read = LaneRead(
             move=LaneMove(lane=lane, before=made.before, after=made.after),
             spans=tuple(self._plan.spans(lane, start, made.touched)) if made.touched > start else (),
-            items=len(made.items),
+            items=made.count,
             is_last=made.is_last,
         )
-        return read, self._source.columns(made.items)
+        return read, self._source.columns(made)
 
     def close(self) -> None:
         """Drop what was announced and decoded, and end the threads."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lakeckpt.core.flows.batches import PositionItems
+from lakeckpt.core.flows.batches import LaneBatch, PositionItems
 from lakeckpt.core.flows.plan import FlowPlan, flow_start
 from lakeckpt.core.flows.state import FlowState
 from lakeckpt.core.plan import Assignment
@@ -44,14 +44,14 @@ class FlowSource(BatchSource):
     def _finished(self, batch: Any, receipt: Receipt) -> Any:
         return batch  # rows, for each of which the transform is called
 
-    def items(self, columns: Any, row: int, span: Span) -> list[Any]:
+    def items(self, columns: Any, row: int, span: Span) -> Sequence[Any]:
         """Return what the transform yields of row ``row`` of ``columns``, which stands at the position of ``span``."""
         assert self._transform is not None
         return rows_of_row(self._transform, row_of(columns, row), span, seed=self._spec.seed)
 
-    def columns(self, items: list[Any]) -> dict[str, Any] | None:
-        """Return ``items`` as columns; None where there are none."""
-        return collate(items, output=self.output) if items else None
+    def columns(self, made: LaneBatch) -> dict[str, Any] | None:
+        """Return the items of a micro-batch as columns; None where there are none."""
+        return collate(made.items, output=self.output) if made.count else None
 
     def empty(self, state: FlowState) -> dict[str, Any]:
         """Return the columns of a batch without rows, by the first row that the transform yields in the epoch.
@@ -60,9 +60,9 @@ class FlowSource(BatchSource):
         """
         first = flow_start(state.identity, state.maker, epoch=state.epoch, num_lanes=1, batch_size=1, world_size=1)
         rows = LaneRows(self, FlowPlan(first), 1)
-        found = next((one.items for one in itertools.islice(rows.positions(0, 0), _TRIED) if one.items), None)
+        found = next((one.items for one in itertools.islice(rows.positions(0, 0), _TRIED) if len(one.items)), None)
         rows.close()
-        return empty_of(collate(found[:1], output=self.output)) if found else {}
+        return {} if found is None else empty_of(collate(found[:1], output=self.output))
 
 
 class LaneRows:
@@ -101,7 +101,7 @@ class LaneRows:
             spans, rows = ahead.popleft()
             columns = self._source.take(self._reader, rows, self._assignment(spans).receipt)
             for one in self._called(columns, spans):
-                idle = 0 if one.items else idle + 1
+                idle = 0 if len(one.items) else idle + 1
                 self._check_idle(lane, idle)
                 yield one
 

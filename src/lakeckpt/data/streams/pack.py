@@ -6,11 +6,14 @@ else is as in `lakeckpt.LakeDataset`. The module reads nothing and starts no thr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.flows.arguments import tokenized
+from lakeckpt.data.flows.tokens import Tokenizing
 from lakeckpt.data.options import flag, positive
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.packed.packing import Packing
@@ -31,6 +34,7 @@ def pack(
     labels: bool = False,
     mask_ends: bool = True,
     padding: int = 0,
+    tokenizer: Callable[[str], Any] | None = None,
 ) -> LakeDataset:
     """Return a dataset of sequences of ``length`` tokens, made of the documents that ``dataset`` reads.
 
@@ -59,12 +63,21 @@ def pack(
         mask_ends: the last token of a document has the label -100. False: its label is the next token of its sequence;
             of a sequence's last token, the first token of the document that follows in the row group, if any.
         padding: the token that fills up the last sequence of an epoch.
+        tokenizer: a function with a name, from a text to its tokens: a list, an array, or what has them as ``ids``.
+            ``column`` is of texts then, whose tokens are made where they are read.
 
-    How many tokens a row group has is read from its footer; data are read for it only where rows are deleted or
-    filtered, or the footer has no statistics. Raises `ConfigError`, `SchemaError`.
+    With a ``tokenizer``, consumption depends on the data, as with ``LakeDataset(…, rows="many")``: the state has a
+    place (row, token) for each lane, ranks agree on the end of an epoch, and ``receipt.rows`` counts tokens. Documents
+    are permuted, sequences are not, so a long document may fill a batch. The last sequence of each lane is padded. A
+    batch has int32 tokens; ``mask_ends=False``, and a ``transform=`` of the dataset, are refused.
+
+    Without one, how many tokens a row group has is read from its footer; data are read for it only where rows are
+    deleted or filtered, or the footer has no statistics. Raises `ConfigError`, `SchemaError`.
     """
     if not isinstance(dataset, LakeDataset):
         raise ConfigError(f"pack takes a lakeckpt.LakeDataset, got {type(dataset).__name__}")
+    if hasattr(dataset, "sources"):
+        raise ConfigError("pack takes one dataset, and this is a mixture: pack its sources, and mix them then")
     if dataset.yields_many:
         raise ConfigError('pack takes documents as rows of a table, and this dataset has a transform with rows="many"')
     if dataset.row_wise:
@@ -73,6 +86,21 @@ def pack(
         raise ConfigError('packed sequences are tensors or arrays: give the dataset output="torch" or "numpy"')
     if positive("length", length) > _MOST:
         raise ConfigError(f"length must be at most {_MOST}, got {length}")
+    if tokenizer is not None:
+        if not flag("mask_ends", mask_ends):
+            raise ConfigError("with a tokenizer=, the last token of a document has no label: leave mask_ends=True")
+        return tokenized(
+            dataset,
+            Tokenizing(
+                tokenizer=tokenizer,
+                column=column,
+                length=length,
+                before=_tokens("before", before),
+                after=_tokens("after", after),
+                labels=flag("labels", labels),
+                padding=_token(padding),
+            ),
+        )
     packing = Packing(
         column=column,
         length=length,

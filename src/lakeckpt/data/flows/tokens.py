@@ -1,0 +1,152 @@
+"""This module packs texts into sequences of tokens, which are made of each text where it is read.
+
+The documents of a lane stand one after another, and are cut every ``length`` tokens. How many tokens a text has is
+known only when its row is read, so the place of a lane is (row, token): a restart makes the tokens of the row that had
+begun again, and skips those that were consumed. The tokenizer runs in the process that reads, and must be a pure
+function of the text. The module starts no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from lakeckpt.core.flows.batches import LaneBatch
+from lakeckpt.core.flows.state import FlowState
+from lakeckpt.core.receipts import Span
+from lakeckpt.data.flows.calls import maker_of
+from lakeckpt.data.flows.source import FlowSource
+from lakeckpt.errors import ConfigError, SchemaError
+
+__all__ = ["TokenSource", "Tokenizing", "check_text"]
+
+_NO_LABEL = -100
+_MOST_TOKEN = 2**31
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenizing:
+    """How texts become tokens, and tokens sequences; picklable where the tokenizer is."""
+
+    tokenizer: Callable[[str], Any]
+    column: str
+    length: int
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    labels: bool = False
+    padding: int = 0
+
+    def __post_init__(self) -> None:
+        if not callable(self.tokenizer) or "<" in maker_of(self.tokenizer):
+            raise ConfigError(
+                f"tokenizer= takes a function with a name, from a text to its tokens, got {self.tokenizer!r}: its name "
+                "is part of the state, so define it by def at the top of a module"
+            )
+
+    def __str__(self) -> str:
+        added = f" between {self.before} and {self.after}" if self.before or self.after else ""
+        return f"{maker_of(self.tokenizer)}, sequences of {self.length} tokens of {self.column!r}{added}"
+
+    def tokens(self, text: str, where: str) -> Int32Array:
+        """Return the tokens of a document: int32, shape (n,); none, and none added, for a text that yields none.
+
+        Raises what the tokenizer does, with a note that says where; ConfigError where it returns no tokens.
+        """
+        try:
+            found = self.tokenizer(text)
+            ids = np.asarray(getattr(found, "ids", found))
+            if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= _MOST_TOKEN):
+                raise ConfigError(
+                    f"the tokenizer returned {found!r:.80}: it returns a list or an array of tokens from 0 to 2**31 - 1"
+                )
+        except Exception as error:
+            error.add_note(f"in the tokenizer, {where}")
+            raise
+        every = (*self.before, *ids.tolist(), *self.after) if ids.size else ()
+        return np.array(every, np.int32)
+
+
+def check_text(schema: pa.Schema, column: str) -> None:
+    """Raise `SchemaError` where ``column`` is no column of texts."""
+    if column not in schema.names:
+        raise SchemaError(f"the table has no column {column!r} to pack; it has {', '.join(schema.names[:10])}")
+    kind = schema.field(column).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise SchemaError(
+            f"column {column!r} is {kind}, and a tokenizer needs texts: name a column of strings, column="
+        )
+
+
+class TokenSource(FlowSource):
+    """A `FlowSource` whose items are tokens; its micro-batches are sequences."""
+
+    @property
+    def _tokenizing(self) -> Tokenizing:
+        found: Any = self._transform
+        assert isinstance(found, Tokenizing)
+        return found
+
+    @property
+    def maker(self) -> str:
+        """The tokenizer, and how sequences are made of its tokens."""
+        return str(self._tokenizing)
+
+    def items(self, columns: Any, row: int, span: Span) -> Sequence[Any]:
+        """Return the tokens of row ``row`` of ``columns``, which stands at the position of ``span``."""
+        tokenizing = self._tokenizing
+        where = f"of the row at position {span.start} of epoch {span.epoch}"
+        found: Any = tokenizing.tokens(columns[tokenizing.column][row], where)
+        return found  # type: ignore[no-any-return]
+
+    def columns(self, made: LaneBatch) -> dict[str, Any] | None:
+        """Return the tokens of a micro-batch as sequences; None where there are none."""
+        return self._made(_sequences(made, self._tokenizing)) if made.count else None
+
+    def empty(self, state: FlowState) -> dict[str, Any]:
+        """Return the columns of a batch without sequences."""
+        names = ["tokens", "position_ids", "document_ids", "loss_mask", *["labels"] * self._tokenizing.labels]
+        kinds: dict[str, Any] = {"loss_mask": np.bool_, "labels": np.int64}
+        shape = (0, self._tokenizing.length)
+        return self._made({name: np.zeros(shape, kinds.get(name, np.int32)) for name in names})
+
+    def _made(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
+        return {name: torch.from_numpy(one) if self.output == "torch" else one for name, one in columns.items()}
+
+
+def _sequences(made: LaneBatch, tokenizing: Tokenizing) -> dict[str, npt.NDArray[Any]]:
+    """Return the pieces of documents in ``made``, one after another, cut into sequences; padding is one more piece."""
+    length, count = tokenizing.length, made.count
+    rows = -(-count // length)
+    padded = rows * length - count
+    sizes = [stop - start for _, start, stop in made.pieces] + [padded] * (padded > 0)
+    begins = np.repeat(np.cumsum([0, *sizes[:-1]]), sizes)
+    documents = np.repeat(np.arange(len(sizes)), sizes)
+    tokens = np.full(rows * length, tokenizing.padding, np.int32)
+    tokens[:count] = np.concatenate([ids[start:stop] for ids, start, stop in made.pieces])
+    places = np.arange(rows * length)
+    sequence = places // length * length
+    found: dict[str, npt.NDArray[Any]] = {
+        "tokens": tokens,
+        "position_ids": (places - np.maximum(begins, sequence)).astype(np.int32),
+        "document_ids": (documents - documents[sequence]).astype(np.int32),
+        "loss_mask": places < count,
+    }
+    if tokenizing.labels:
+        labels = np.full(rows * length, _NO_LABEL, np.int64)
+        labels[:count] = np.concatenate([_labels(*piece) for piece in made.pieces])
+        found["labels"] = labels
+    return {name: one.reshape(rows, length) for name, one in found.items()}
+
+
+def _labels(ids: Any, start: int, stop: int) -> npt.NDArray[np.int64]:
+    """Return the next token of the document for each of its tokens [start, stop); none for its last one."""
+    following = np.append(ids[start + 1 : stop + 1], [] if stop < len(ids) else [_NO_LABEL])
+    return following.astype(np.int64)
