@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter as Multiset
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from lakeckpt import LakeLoader
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.report import AuditReport
@@ -19,11 +21,12 @@ from lakeckpt.core.flows.state import FlowState
 from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks, training
 from tests.checkpoint.scripts import write_table
 from tests.data.flow_jobs import Item, items, job_store, loader_of, whole
+from tests.data.test_tokenizing import EVERY, packed, texts, tokens_of
 from tests.patience import PATIENCE_S
 
 ROWS = 200
 RARE = [row for row in range(ROWS) if row * 7919 % 13 < 4]
-__all__ = ["job_store"]
+__all__ = ["job_store", "texts"]
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +42,26 @@ def attempt(
     *,
     every: int,
     epochs: int = 1,
+    make: Callable[..., LakeLoader] = loader_of,
+    items_in: Callable[[Any], list[Any]] = items,
     **options: Any,
-) -> list[list[tuple[int, Item]]]:
+) -> list[list[tuple[int, Any]]]:
     """Restore, take ``steps`` steps and save, and one more step, which is lost; None: go on to the end of the epochs.
     What each rank got up to the save: (epoch, item)."""
     waiter = EventWaiter(storage)
 
-    def body(rank: int, exchange: HubExchange) -> list[tuple[int, Item]]:
-        loader = loader_of(lake, rank=rank, world_size=world_size, **options)
+    def body(rank: int, exchange: HubExchange) -> list[tuple[int, Any]]:
+        loader = make(lake, rank=rank, world_size=world_size, **options)
         saver = manager(storage, {"reader": loader}, exchange=exchange, waiter=waiter, persist_every=every)
         saver.restore()
-        found: list[tuple[int, Item]] = []
+        found: list[tuple[int, Any]] = []
         taken = 0
         for epoch in range(loader.epoch, epochs):
             for batch in loader:
                 if taken == steps:
                     return found
                 taken += 1
-                found += [(epoch, item) for item in items(batch)]
+                found += [(epoch, item) for item in items_in(batch)]
                 saver.step(batch)
                 if taken == steps:
                     saver.save()
@@ -142,3 +147,20 @@ def test_a_cut_that_one_rank_captures_after_the_end_of_the_epoch_is_that_of_the_
     assert len(read_history(storage).chain) == 3
     statuses = [(one.status, one.once) for one in proved(storage).readers[0].epochs]
     assert statuses[:2] == [("complete", ROWS)] * 2
+
+
+def tokenizing(lake: Path, **options: Any) -> LakeLoader:
+    return LakeLoader(packed(lake, **options))
+
+
+def test_every_token_of_texts_that_are_tokenized_on_the_fly_counts_once_on_any_chain(
+    texts: Path, job_store: dist.Store
+) -> None:
+    storage, found = MemoryStorage(), Multiset[tuple[int, int]]()
+    for world_size, steps in [(1, 5), (2, 4), (3, 2), (2, None)]:
+        made: dict[str, Any] = {"make": tokenizing, "items_in": lambda batch: tokens_of([batch])}
+        for got in attempt(storage, texts, world_size, steps, every=3, epochs=2, **made):
+            found.update(got)
+        proved(storage)
+    assert found == Multiset((epoch, token) for epoch in range(2) for token in EVERY)
+    assert [one.status for one in proved(storage).readers[0].epochs] == ["complete"] * 2
