@@ -169,16 +169,6 @@ def test_columns_have_the_shapes_and_types_that_models_take(folder: Path) -> Non
     assert len(begins) - 1 == sum(int(one.max()) + 1 for one in batch["document_ids"])
 
 
-def test_the_memory_limit_counts_all_columns_of_a_sequence(folder: Path) -> None:
-    table = open_table(folder)
-    rows = int(table.index.group_bytes.mean())
-    options = ReadOptions(num_lanes=1, memory_limit_bytes=2 * rows)
-    dataset = LakeDataset(table, batch_size=2, shuffle=True, shuffle_window=1, options=options)
-    next(iter(LakeLoader(dataset)))  # a window of documents fits
-    with pytest.warns(UserWarning, match="windows of 1 row groups are open at once"):
-        next(iter(LakeLoader(pack(dataset, length=LENGTH, labels=True))))
-
-
 def test_a_filter_holds_and_its_documents_alone_are_packed(folder: Path) -> None:
     found = [token for batch in loader_of(folder, filters=[("long", "==", True)]) for token in tokens_of(batch)]
     assert len(found) == len(set(found)) == 4 * 40 + 3 * (9 + 25 + 7) + 7 * 31

@@ -17,14 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt import Table, errors, open_table
-from lakeckpt.core.order import EpochLayout, OrderSpec
+from lakeckpt.core.order import EpochLayout, OrderSpec, Window
+from lakeckpt.reading.columns.gather import cut
 from lakeckpt.reading.filters.count import count_rows
 from lakeckpt.reading.filters.row_filter import row_filter
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.packing import Packing, count_tokens
-from lakeckpt.reading.packed.window import NO_LABEL, SequenceDecoder
+from lakeckpt.reading.packed.sequences import NO_LABEL
+from lakeckpt.reading.packed.window import SequenceDecoder
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import Threads
+from lakeckpt.reading.windows.window import DecodedWindow
 
 ADDED = 1 << 20
 """Tokens from here on are put beside documents."""
@@ -126,6 +129,39 @@ def check_sequence(one: dict[str, Any], follows: dict[int, int], *, masks_ends: 
         elif place + 1 < count:
             assert labels[place] == tokens[place + 1]
     assert labels[count:] == [NO_LABEL] * (len(tokens) - count)
+
+
+@given(documents, st.integers(1, 12), st.booleans(), st.integers(0, 20), st.integers(0, 20))
+def test_a_cut_of_sequences_is_what_they_are_one_by_one(
+    lengths: list[list[int | None]], length: int, masks_ends: bool, start: int, rows: int
+) -> None:
+    packing = Packing(column="tokens", length=length, labels=True, masks_ends=masks_ends)
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), lengths, pa.list_(pa.int32()), 4)
+        window, decoded = first_window(open_table(folder), packing)
+    columns: Any = decoded.columns
+    start = min(start, window.rows)
+    stop = min(start + rows, window.rows)
+    for name, found in cut(columns, start, stop, lambda array: array).items():
+        assert found.shape == (stop - start, length)
+        assert found.tolist() == [columns[name][row].tolist() for row in range(start, stop)]
+
+
+def first_window(table: Table, packing: Packing) -> tuple[Window, DecodedWindow]:
+    """Return the first window of the table, decoded."""
+    counted = count_tokens(table, packing)
+    layout = EpochLayout.build(counted.group_rows, OrderSpec(seed=3, shuffle=True, window=2), 0, 1, unit=packing.length)
+    window = layout.window_at(0) if layout.rows else Window(start=0, stop=0, fragments=(), key=None)
+    decoder = SequenceDecoder(
+        RowGroupDecoder(table, ["tokens"]), packing, counted, table.index.group_rows, 1, Threads(2)
+    )
+    return window, decoder.decode(window)
+
+
+def test_a_window_takes_the_memory_of_its_tokens_and_little_more(tmp_path: Path) -> None:
+    write(tmp_path, [[200] * 64], pa.list_(pa.int32()), 64)
+    _, decoded = first_window(open_table(tmp_path), Packing(column="tokens", length=128, labels=True))
+    assert decoded.size_bytes == pytest.approx(4 * 200 * 64, rel=0.15)
 
 
 def test_documents_of_rows_that_a_filter_drops_are_in_no_sequence(tmp_path: Path) -> None:

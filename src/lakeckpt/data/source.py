@@ -155,9 +155,7 @@ class BatchSource:
         window, ahead = self._spec.window, DEFAULT_AHEAD_BYTES
         if lanes not in self._limits:
             given = self.memory_limit_bytes
-            packing = None if self._selecting is None else self._selecting.packing
-            growth = 1.0 if packing is None else packing.growth(self._table.schema)
-            self._limits[lanes] = limit_of(given, self._table, self._columns, window=window, lanes=lanes, growth=growth)
+            self._limits[lanes] = limit_of(given, self._table, self._columns, window=window, lanes=lanes)
         limit = self._limits[lanes]
         if isinstance(self._table.storage, LocalStorage):
             ahead = 0

@@ -71,11 +71,6 @@ class Packing:
         text = repr((self.column, self.length, self.before, self.after))
         return blake2b(text.encode(), digest_size=16, person=b"lakeckpt-pack1").hexdigest()
 
-    def growth(self, schema: pa.Schema) -> float:
-        """Return how many bytes a sequence has for each byte of its tokens, with positions, documents, mask, labels."""
-        token = _dtype_of(schema.field(self.column).type).itemsize
-        return (token + 4 + 4 + 1 + (8 if self.labels else 0)) / token
-
     def check(self, schema: pa.Schema) -> None:
         """Raise `SchemaError` where the column is no list of integers that 64 signed bits hold."""
         if self.column not in schema.names:

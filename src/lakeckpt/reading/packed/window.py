@@ -27,22 +27,18 @@ import numpy.typing as npt
 from lakeckpt.core.hashing import derive_key, permutation
 from lakeckpt.core.order import Fragment, Window
 from lakeckpt.errors import DataFileChanged
-from lakeckpt.reading.columns.gather import column_bytes, copy_runs
-from lakeckpt.reading.columns.ragged import Column
-from lakeckpt.reading.columns.recycled import Recycled
+from lakeckpt.reading.columns.gather import copy_runs
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.packing import Packing, documents_of, place_of
+from lakeckpt.reading.packed.sequences import NO_LABEL, Sequences
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import Threads
 from lakeckpt.reading.windows.window import DecodedWindow
 
-__all__ = ["NO_LABEL", "SequenceDecoder"]
+__all__ = ["SequenceDecoder"]
 
 Array = npt.NDArray[Any]
 Int64Array = npt.NDArray[np.int64]
-
-NO_LABEL = -100
-"""The label of a token that has none: ``ignore_index`` of torch's cross-entropy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +64,13 @@ class _Runs:
     documents: Int64Array
     """The document of each, over all fragments; -1: padding."""
     ends: npt.NDArray[np.bool_]
-    """Whether the run is the end of its document."""
+    """Whether the run is the end of its document, or padding."""
+
+    @property
+    def padding(self) -> int:
+        """Which run is padding; -1: none."""
+        found = np.flatnonzero(self.documents < 0)
+        return int(found[0]) if len(found) else -1
 
 
 class SequenceDecoder:
@@ -92,10 +94,8 @@ class SequenceDecoder:
         self._kept: OrderedDict[int, Future[tuple[Array, Int64Array]]] = OrderedDict()
         """Row groups that one of two windows has read, or is reading. The other window may be read first."""
         self._most_kept, self._lock = kept, threading.Lock()
-        self._memory = Recycled()
-        self._largest = 0
         self.room_bytes: float = math.inf
-        """The most memory that may wait to be used for a later window, beside the windows that are held."""
+        """See `Decoding`. No memory waits here."""
 
     def decode(self, window: Window) -> DecodedWindow:
         """Return the sequences of ``window``.
@@ -103,14 +103,10 @@ class SequenceDecoder:
         Raises as `RowGroupDecoder.decode`; `NullValueError` for a null token; `DataFileChanged` for another number of
         tokens than was counted.
         """
-        self._memory.limit_bytes = int(max(0, min(self._largest, self.room_bytes)))
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
             parts = self._threads.map(self._documents, window.fragments) or [self._nothing()]
-        runs = _runs_of(parts, window, self._packing.length)
-        columns = self._columns(parts, runs, window.rows)
-        size = column_bytes(columns)
-        self._largest = max(self._largest, size)
-        return DecodedWindow(columns=columns, table=None, size_bytes=size)
+        found = self._sequences(parts, _runs_of(parts, window, self._packing.length), window.rows)
+        return DecodedWindow(columns=found.columns(), table=None, size_bytes=found.size_bytes)
 
     def groups(self, window: Window) -> list[int]:
         """Return the row groups that are read for ``window``, but for one in which the window before it ended."""
@@ -168,72 +164,36 @@ class SequenceDecoder:
         tokens, ends = documents_of(self.rows.schema.empty_table(), self._packing, ("", 0))
         return _Documents(tokens=tokens, bounds=ends, follow=np.zeros(0, np.int64))
 
-    def _columns(self, parts: list[_Documents], runs: _Runs, count: int) -> dict[str, Column[Array]]:
-        """Return the columns of ``count`` sequences."""
-        length = self._packing.length
-        size = count * length
-        tokens = self._tokens(parts, runs, size)
-        shape = (count, length)
-        mask = self._filled(size, np.dtype(np.bool_), 1)
-        for run in np.flatnonzero(runs.documents < 0):
-            mask[runs.begins[run] : runs.begins[run] + runs.lengths[run]] = False
-        columns: dict[str, Column[Array]] = {
-            "tokens": tokens.reshape(shape),
-            "position_ids": self._positions(runs, size).reshape(shape),
-            "document_ids": self._numbers(runs, size).reshape(shape),
-            "loss_mask": mask.reshape(shape),
-        }
-        if self._packing.labels:
-            columns["labels"] = self._labels(tokens, parts, runs).reshape(shape)
-        return columns
+    def _sequences(self, parts: list[_Documents], runs: _Runs, count: int) -> Sequences:
+        """Return the ``count`` sequences that ``runs`` make up."""
+        tokens = self._tokens(parts, runs)
+        return Sequences.of(
+            tokens.reshape(count, self._packing.length),
+            np.append(runs.begins, len(tokens)),
+            padding=runs.padding,
+            follows=self._follows(tokens, parts, runs) if self._packing.labels else None,
+        )
 
-    def _filled(self, size: int, dtype: np.dtype[Any], value: int) -> Array:
-        found = self._memory.new((size,), dtype)
-        found.fill(value)
-        return found
-
-    def _positions(self, runs: _Runs, size: int) -> Array:
-        """Return the place of each token in its run."""
-        steps = self._filled(size, np.dtype(np.int32), 1)
-        steps[runs.begins[1:]] = 1 - runs.lengths[:-1]
-        steps[:1] = 0
-        return np.cumsum(steps, out=steps)
-
-    def _numbers(self, runs: _Runs, size: int) -> Array:
-        """Return the number of each token's run in its sequence."""
-        length = self._packing.length
-        numbers = np.arange(len(runs.begins)) - np.searchsorted(runs.begins, runs.begins // length * length)
-        steps = self._filled(size, np.dtype(np.int32), 0)
-        steps[runs.begins] = np.diff(numbers, prepend=0)
-        return np.cumsum(steps, out=steps)
-
-    def _tokens(self, parts: list[_Documents], runs: _Runs, size: int) -> Array:
+    def _tokens(self, parts: list[_Documents], runs: _Runs) -> Array:
         sources = [part.tokens for part in parts]
-        padded = max((int(one) for one in runs.lengths[runs.documents < 0]), default=0)
-        if padded:
-            sources.append(np.full(padded, self._packing.padding, sources[0].dtype))
-        return copy_runs(sources, runs.places, runs.starts, runs.lengths) if size else sources[0][:0].copy()
+        if runs.padding >= 0:
+            sources.append(np.full(runs.lengths[runs.padding], self._packing.padding, sources[0].dtype))
+        return copy_runs(sources, runs.places, runs.starts, runs.lengths) if len(runs.places) else sources[0][:0].copy()
 
-    def _labels(self, tokens: Array, parts: list[_Documents], runs: _Runs) -> Array:
-        """Return the label of each token: the next token of its document, else of its sequence."""
-        labels = self._memory.new((len(tokens),), np.dtype(np.int64))
-        labels[:-1] = tokens[1:]
-        follow = np.append(np.concatenate([part.follow for part in parts]), NO_LABEL)[runs.documents]
-        inside = np.flatnonzero(~runs.ends & (runs.documents >= 0))
+    def _follows(self, tokens: Array, parts: list[_Documents], runs: _Runs) -> Int64Array:
+        """Return the label of the last token of each run: the next token of its document, else of its sequence."""
+        follows = np.append(np.concatenate([part.follow for part in parts]), NO_LABEL)[runs.documents]
+        inside = np.flatnonzero(~runs.ends)
         for place, part in enumerate(parts):  # a document that the end of a sequence cuts
             mine = inside[runs.places[inside] == place]
-            follow[mine] = part.tokens[runs.starts[mine] + runs.lengths[mine]]
-        last = runs.begins + runs.lengths - 1
-        padding = np.flatnonzero(runs.documents < 0)
-        for run in padding:
-            labels[runs.begins[run] : last[run]] = NO_LABEL
-        named = np.full(len(last), True)
+            follows[mine] = part.tokens[runs.starts[mine] + runs.lengths[mine]]
         if not self._packing.masks_ends:
-            named = (last + 1) % self._packing.length == 0
-            named[padding] = True
-            named[padding - 1] = True  # the run before padding ends its sequence's tokens
-        labels[last[named]] = follow[named]
-        return labels
+            after = runs.begins + runs.lengths
+            goes_on = after % self._packing.length > 0
+            if runs.padding >= 0:
+                goes_on[runs.padding - 1] = False  # the run before padding ends its sequence's tokens
+            follows[goes_on] = tokens[after[goes_on]]
+        return follows
 
 
 def _runs_of(parts: list[_Documents], window: Window, length: int) -> _Runs:
