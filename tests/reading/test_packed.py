@@ -147,6 +147,35 @@ def test_a_cut_of_sequences_is_what_they_are_one_by_one(
         assert found.tolist() == [columns[name][row].tolist() for row in range(start, stop)]
 
 
+@given(documents, st.integers(1, 9), added, st.booleans(), st.integers(1, 3))
+def test_the_documents_that_are_named_hold_the_tokens_of_the_sequences(
+    lengths: list[list[int | None]],
+    length: int,
+    added: tuple[tuple[int, ...], tuple[int, ...]],
+    shuffle: bool,
+    lanes: int,
+) -> None:
+    before, after = added
+    packing = Packing(column="tokens", length=length, before=before, after=after)
+    with tempfile.TemporaryDirectory() as folder:
+        texts = [[*before, *one, *after] for one in write(Path(folder), lengths, pa.list_(pa.int32()), 3)]
+        table = open_table(folder)
+        counted = count_tokens(table, packing)
+        spec = OrderSpec(seed=5, shuffle=shuffle, window=2 if shuffle else 1)
+        layout = EpochLayout.build(counted.group_rows, spec, 0, lanes, unit=length)
+        rows = RowGroupDecoder(table, ["tokens"])
+        decoder = SequenceDecoder(rows, packing, counted, table.index.group_rows, 1, Threads(2))
+        named: list[list[int]] = [[] for _ in range(layout.rows)]
+        for window in layout.windows(0, layout.rows):
+            found = decoder.name(window)
+            for place, group, row, start, stop in zip(
+                found.positions, found.groups, found.rows, found.starts, found.stops, strict=True
+            ):
+                named[place] += texts[table.index.group_rows[:group].sum() + row][start:stop]
+        sequences = decoded(table, packing, counted, spec, lanes)
+    assert named == [one["tokens"][one["loss_mask"]].tolist() for one in sequences]
+
+
 def first_window(table: Table, packing: Packing) -> tuple[Window, DecodedWindow]:
     """Return the first window of the table, decoded."""
     counted = count_tokens(table, packing)

@@ -3,7 +3,8 @@
 One manifest holds the record of step K: the place of the reader after each step, and the states between which it moved.
 The same plan deals the rows between steps K-1 and K to the ranks again, and their positions are looked up in the order.
 
-The module reads only ``log/`` and ``index/``, never the table. It never imports torch, and starts no threads.
+The module reads only ``log/`` and ``index/``, and never the table, except where documents of packed sequences are to be
+named (`lakeckpt.checkpoint.ledger.documents`). It never imports torch, and starts no threads.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from lakeckpt.checkpoint.consumed.rows import GroupRows, Order, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.ledger.audit import read_run
+from lakeckpt.checkpoint.ledger.documents import Documents, DocumentTokens
 from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.ledger.report import plain_of
 from lakeckpt.checkpoint.persist.history import History, index_path, selection_path
@@ -55,6 +57,8 @@ class RankRows:
     where: tuple[GroupRows, ...]
     """The same rows by file and row group. Of packed sequences: the tokens of the windows that hold them, because only
     the table has the lengths of documents."""
+    documents: tuple[DocumentTokens, ...] | None = None
+    """What stands in the packed sequences, in the order of delivery; None: rows were read, or no table was given."""
 
     @property
     def rows(self) -> int:
@@ -96,6 +100,7 @@ class ReaderStep:
                     "rows": rank.rows,
                     "micro_batches": plain_of(rank.micro_batches),
                     "row_groups": plain_of(rank.where),
+                    **({} if rank.documents is None else {"documents": plain_of(rank.documents)}),
                     **({"order": [self.order.place(row) for row in rank.table_rows.tolist()]} if every_row else {}),
                 }
                 for rank in self.ranks
@@ -122,26 +127,36 @@ class StepExplained:
 
 
 def explain(
-    storage: Storage, step: int, *, tip: int | None = None, ranks: Collection[int] | None = None
+    storage: Storage,
+    step: int,
+    *,
+    tip: int | None = None,
+    ranks: Collection[int] | None = None,
+    documents: Documents | None = None,
 ) -> StepExplained:
     """Return the rows of optimizer step ``step`` (from 1) of the run at ``storage``, for all ranks or for ``ranks``.
 
-    The history is that of the newest checkpoint, or of the checkpoint in slot ``tip``. Raises `CheckpointNotFound` if
-    the history does not have the step, `CheckpointDamaged` if the record or the index cannot be read, and `ConfigError`
-    for a rank that does not exist.
+    The history is that of the newest checkpoint, or of the checkpoint in slot ``tip``. ``documents`` names those that
+    stand in packed sequences. Raises `CheckpointNotFound` if the history does not have the step, `CheckpointDamaged` if
+    the record or the index cannot be read, `ConfigError` for a rank that does not exist, and what `Documents.of` does.
     """
     history = read_run(storage, tip=tip)
-    return explain_history(history, orders_of(storage, history), step, ranks=ranks)
+    return explain_history(history, orders_of(storage, history), step, ranks=ranks, documents=documents)
 
 
 def explain_history(
-    history: History, orders: Mapping[str, Order], step: int, *, ranks: Collection[int] | None = None
+    history: History,
+    orders: Mapping[str, Order],
+    step: int,
+    *,
+    ranks: Collection[int] | None = None,
+    documents: Documents | None = None,
 ) -> StepExplained:
     """Explain a step as `explain` does, from a history and the orders of its tables."""
     manifest = _holder(history, step)
     readers = []
     for name, record in sorted(manifest.readers.items()):
-        readers += _Explainer(manifest, name, record, orders).steps(step, ranks)
+        readers += _Explainer(manifest, name, record, orders, documents).steps(step, ranks)
     if not readers:
         raise CheckpointNotFound(f"{slot_path(manifest.slot)}: no reader was tracked, and no rows were recorded")
     return StepExplained(
@@ -174,13 +189,21 @@ def _holder(history: History, step: int) -> Manifest:
 class _Explainer:
     """One reader in one manifest."""
 
-    def __init__(self, manifest: Manifest, name: str, record: ReaderRecord, orders: Mapping[str, Order]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        name: str,
+        record: ReaderRecord,
+        orders: Mapping[str, Order],
+        documents: Documents | None,
+    ) -> None:
         self._manifest = manifest
         self._name = name
         self._record = record
         state = ReaderState.from_plain(record.state)
         self._identity = state.identity
         self._orders = orders
+        self._documents = documents
         self._pairs = [
             (ReaderState.from_plain(stretch.begin), ReaderState.from_plain(stretch.end)) for stretch in record.stretches
         ]
@@ -281,17 +304,18 @@ class _Explainer:
         order = self._order_of(identity)
         micro_batches, rows = [], [np.zeros(0, np.int64)]
         tokens: list[GroupRows] = []
-        endless = identity.endless
+        named: list[DocumentTokens] | None = None if self._documents is None or order.unit == 1 else []
         for plan, low, high in stretches:
             for loader_step in range(low, high):
                 assignment = plan.assignment(loader_step, rank)
                 spans = assignment.receipt.spans
                 keys = {key.epoch: key for key in assignment.layouts}
                 rows += [_rows(span, keys[span.epoch], plan, order) for span in spans]
-                if order.unit > 1:
-                    spec = identity.spec
-                    for span in spans:
-                        tokens += order.tokens_of(order.layout(spec, keys[span.epoch], endless), _interval(span))
+                for span in spans if order.unit > 1 else ():
+                    layout = order.layout(identity.spec, keys[span.epoch], identity.endless)
+                    tokens += order.tokens_of(layout, _interval(span))
+                    if self._documents is not None and named is not None:
+                        named += self._documents.of(order, layout, _interval(span))
                 micro_batches.append(
                     MicroBatch(
                         number=assignment.receipt.micro_batch,
@@ -307,6 +331,7 @@ class _Explainer:
             micro_batches=tuple(micro_batches),
             table_rows=found,
             where=tuple(tokens if order.unit > 1 else name_rows(order, every)),
+            documents=None if named is None else tuple(named),
         )
 
 

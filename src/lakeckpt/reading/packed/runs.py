@@ -1,0 +1,129 @@
+"""This module cuts the documents of a window into the runs of its sequences.
+
+A document that a sequence cuts becomes several *runs*, each of which is copied once to where it belongs. Where the
+window is shuffled, the documents are put in the order of a keyed hash, and the sequences that they are cut into in the
+order of another one: otherwise a long document would fill a batch.
+
+`runs_of` is a pure function of the documents' lengths and of the window. Nothing here looks at a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lakeckpt.core.hashing import derive_key, permutation
+from lakeckpt.core.order import Window
+
+__all__ = ["DocumentRuns", "Part", "Runs", "runs_of"]
+
+Array = npt.NDArray[Any]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The documents of one fragment of a window; int64, shape (documents,) each. The first and the last document may
+    go on outside of the fragment."""
+
+    group: int
+    """The row group."""
+    tokens: Array
+    """The tokens of the fragment."""
+    bounds: Int64Array
+    """Where each document begins among these tokens, and their end: shape (documents + 1,)."""
+    origins: Int64Array
+    """Where each document begins if it is not cut: less than 0 where it begins before the fragment."""
+    rows: Int64Array
+    """The row of each document in the row group."""
+    follows: Int64Array
+    """The label of the last token of each document within the fragment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """The runs of a window's sequences, in the order in which they are delivered; int64, shape (runs,) each."""
+
+    places: Int64Array
+    """The part of each; one past the last part is padding."""
+    starts: Int64Array
+    """Where it begins among the part's tokens."""
+    lengths: Int64Array
+    begins: Int64Array
+    """Where it begins among the tokens of the window's sequences."""
+    documents: Int64Array
+    """The document of each, over all parts; -1: padding."""
+    ends: npt.NDArray[np.bool_]
+    """Whether the run is the end of its document, or padding."""
+
+    @property
+    def padding(self) -> int:
+        """Which run is padding; -1: none."""
+        found = np.flatnonzero(self.documents < 0)
+        return int(found[0]) if len(found) else -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentRuns:
+    """Which tokens of which documents stand in sequences, in the order of delivery; int64, shape (runs,) each."""
+
+    positions: Int64Array
+    """The sequence of each run."""
+    groups: Int64Array
+    rows: Int64Array
+    """The row of the document in its row group, of those that the decoder counts."""
+    starts: Int64Array
+    """The first of the run's tokens in its document, those that packing adds before and after it included."""
+    stops: Int64Array
+
+    @classmethod
+    def of(cls, runs: Runs, parts: Sequence[Part], window: Window, length: int) -> DocumentRuns:
+        """Name ``runs``, which `runs_of` made of the other arguments. Padding has no name."""
+        real = runs.documents >= 0
+        places, documents = runs.places[real], runs.documents[real]
+        starts = runs.starts[real] - np.concatenate([part.origins for part in parts])[documents]
+        return cls(
+            positions=window.start + runs.begins[real] // length,
+            groups=np.array([part.group for part in parts])[places],
+            rows=np.concatenate([part.rows for part in parts])[documents],
+            starts=starts,
+            stops=starts + runs.lengths[real],
+        )
+
+
+def runs_of(parts: Sequence[Part], window: Window, length: int) -> Runs:
+    """Return the runs that ``parts`` become in the sequences of ``window``."""
+    starts = np.concatenate([part.bounds[:-1] for part in parts])
+    lengths = np.concatenate([np.diff(part.bounds) for part in parts])
+    places = np.repeat(np.arange(len(parts)), [len(part.rows) for part in parts])
+    count = window.rows
+    order, rank = np.arange(len(lengths)), np.arange(count)
+    if window.key is not None:
+        order = permutation(window.key, len(lengths))
+        rank[permutation(derive_key("sequences", *window.key), count)] = np.arange(count)
+    ends = np.cumsum(lengths[order])
+    begins, total = ends - lengths[order], int(ends[-1]) if len(ends) else 0
+    cuts = np.sort(np.concatenate([begins, np.arange(count) * length]))
+    cuts = cuts[np.diff(cuts, prepend=-1) > 0]
+    document = np.searchsorted(begins, cuts, side="right") - 1
+    inner = cuts - begins[document]
+    sizes = np.diff(np.append(cuts, total))
+    is_end = cuts + sizes == ends[document]
+    number = order[document]
+    if total < count * length:  # padding is one more run
+        cuts, sizes = np.append(cuts, total), np.append(sizes, count * length - total)
+        number, inner, is_end = np.append(number, -1), np.append(inner, 0), np.append(is_end, True)
+    sequence = cuts // length
+    final = np.argsort(rank[sequence], kind="stable")
+    return Runs(
+        places=np.append(places, len(parts))[number][final],
+        starts=(np.append(starts, 0)[number] + inner)[final],
+        lengths=sizes[final],
+        begins=(rank[sequence] * length + cuts % length)[final],
+        documents=number[final],
+        ends=is_end[final],
+    )
