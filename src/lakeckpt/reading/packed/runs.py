@@ -4,7 +4,7 @@ A document that a sequence cuts becomes several *runs*, each of which is copied 
 window is shuffled, the documents are put in the order of a keyed hash, and the sequences that they are cut into in the
 order of another one: otherwise a long document would fill a batch.
 
-`runs_of` is a pure function of the documents' lengths and of the window. Nothing here looks at a token.
+All here is a pure function of the documents and of the window.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lakeckpt.core.hashing import derive_key, permutation
-from lakeckpt.core.order import Window
+from lakeckpt.core.order import Fragment, Window
+from lakeckpt.reading.packed.packing import Documents
+from lakeckpt.reading.packed.sequences import NO_LABEL
 
-__all__ = ["DocumentRuns", "Part", "Runs", "runs_of"]
+__all__ = ["DocumentRuns", "Part", "Runs", "part_of", "runs_of"]
 
 Array = npt.NDArray[Any]
 Int64Array = npt.NDArray[np.int64]
@@ -42,6 +44,27 @@ class Part:
     """The row of each document in the row group."""
     follows: Int64Array
     """The label of the last token of each document within the fragment."""
+
+
+def part_of(whole: Documents, fragment: Fragment, *, masks_ends: bool) -> Part:
+    """Return the documents of a fragment, which is of the row group of ``whole``. They are cut at both ends."""
+    tokens, ends = whole.tokens, whole.ends
+    first = int(np.searchsorted(ends, fragment.start, side="right")) - 1
+    last = int(np.searchsorted(ends, fragment.stop, side="left"))
+    bounds = np.clip(ends[first : last + 1], fragment.start, fragment.stop)
+    follows = np.full(len(bounds) - 1, NO_LABEL, np.int64)
+    known = bounds[1:] < len(tokens)
+    follows[known] = tokens[bounds[1:][known]]
+    if masks_ends:
+        follows[bounds[1:] == ends[first + 1 : last + 1]] = NO_LABEL
+    return Part(
+        group=fragment.group,
+        tokens=tokens[fragment.start : fragment.stop],
+        bounds=bounds - fragment.start,
+        origins=ends[first:last] - fragment.start,
+        rows=whole.rows[first:last],
+        follows=follows,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +96,8 @@ class DocumentRuns:
 
     positions: Int64Array
     """The sequence of each run."""
+    fragments: Int64Array
+    """Which of the window's fragments it is of."""
     groups: Int64Array
     rows: Int64Array
     """The row of the document in its row group, of those that the decoder counts."""
@@ -88,6 +113,7 @@ class DocumentRuns:
         starts = runs.starts[real] - np.concatenate([part.origins for part in parts])[documents]
         return cls(
             positions=window.start + runs.begins[real] // length,
+            fragments=places,
             groups=np.array([part.group for part in parts])[places],
             rows=np.concatenate([part.rows for part in parts])[documents],
             starts=starts,

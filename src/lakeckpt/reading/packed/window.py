@@ -26,7 +26,7 @@ from lakeckpt.errors import DataFileChanged
 from lakeckpt.reading.columns.gather import copy_runs
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.packing import Documents, Packing, documents_of, place_of
-from lakeckpt.reading.packed.runs import DocumentRuns, Part, Runs, runs_of
+from lakeckpt.reading.packed.runs import DocumentRuns, Part, Runs, part_of, runs_of
 from lakeckpt.reading.packed.sequences import NO_LABEL, Sequences
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import Threads
@@ -87,24 +87,7 @@ class SequenceDecoder:
 
     def _part(self, part: Fragment) -> Part:
         """Return the documents of tokens [start, stop) of a row group, cut at both ends."""
-        whole = self._whole(part)
-        tokens, ends = whole.tokens, whole.ends
-        first = int(np.searchsorted(ends, part.start, side="right")) - 1
-        last = int(np.searchsorted(ends, part.stop, side="left"))
-        bounds = np.clip(ends[first : last + 1], part.start, part.stop)
-        follows = np.full(len(bounds) - 1, NO_LABEL, np.int64)
-        known = bounds[1:] < len(tokens)
-        follows[known] = tokens[bounds[1:][known]]
-        if self._packing.masks_ends:
-            follows[bounds[1:] == ends[first + 1 : last + 1]] = NO_LABEL
-        return Part(
-            group=part.group,
-            tokens=tokens[part.start : part.stop],
-            bounds=bounds - part.start,
-            origins=ends[first:last] - part.start,
-            rows=whole.rows[first:last],
-            follows=follows,
-        )
+        return part_of(self._whole(part), part, masks_ends=self._packing.masks_ends)
 
     def _whole(self, part: Fragment) -> Documents:
         """Return the documents of a fragment's row group, decoded once for two windows that share it."""
