@@ -41,45 +41,42 @@ class _Made:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sequences:
-    """The sequences of a window, in the order in which they are delivered."""
+class _Runs:
+    """The runs of some sequences: ``first`` to ``last`` of the window's runs."""
 
-    tokens: Array
-    """Shape (sequences, length)."""
+    first: int
+    last: int
     bounds: Int64Array
-    """Where each run begins among the tokens, and their end: int64, shape (runs + 1,). Each sequence begins a run."""
-    padding: int
-    """Which run is padding; -1: none."""
-    follows: Int64Array | None
-    """The label of the last token of each run: int64, shape (runs,). None: no labels are wanted."""
-    firsts: Int64Array
-    """The first run of each sequence, and the number of runs: int64, shape (sequences + 1,)."""
-    numbers: Int32Array
-    """The number of each run in its sequence: int32, shape (runs,)."""
+    """Where each begins among the tokens of these sequences, and their end: int64, shape (runs + 1,)."""
+    lengths: Int64Array
 
-    @classmethod
-    def of(cls, tokens: Array, bounds: Int64Array, *, padding: int, follows: Int64Array | None) -> Sequences:
-        """Return the sequences of ``tokens``; the arguments are those of the class."""
-        firsts = np.searchsorted(bounds, np.arange(len(tokens) + 1) * tokens.shape[1])
-        numbers = np.arange(len(bounds) - 1) - np.repeat(firsts[:-1], np.diff(firsts))
-        return cls(
-            tokens=tokens,
-            bounds=bounds,
-            padding=padding,
-            follows=follows,
-            firsts=firsts,
-            numbers=numbers.astype(np.int32),
-        )
+
+class Sequences:
+    """The sequences of a window, in the order in which they are delivered. For one thread at a time.
+
+    ``tokens`` has the shape (sequences, length). ``bounds`` (int64, shape (runs + 1,)) says where each run begins among
+    the tokens, and their end; each sequence begins a run. ``padding`` is the run that is padding; -1: none.
+    ``follows`` (int64, shape (runs,)) is the label of the last token of each run; None: no labels are wanted.
+    """
+
+    def __init__(self, tokens: Array, bounds: Int64Array, *, padding: int, follows: Int64Array | None) -> None:
+        self._tokens, self._bounds, self._padding, self._follows = tokens, bounds, padding, follows
+        self._length = int(tokens.shape[1])
+        self._firsts = np.searchsorted(bounds, np.arange(len(tokens) + 1) * self._length)
+        """The first run of each sequence, and the number of runs: int64, shape (sequences + 1,)."""
+        numbers = np.arange(len(bounds) - 1) - np.repeat(self._firsts[:-1], np.diff(self._firsts))
+        self._numbers: Int32Array = numbers.astype(np.int32)
+        """The number of each run in its sequence: int32, shape (runs,)."""
+        self._places: Int32Array = np.arange(0, dtype=np.int32)
+        """0, 1, 2, …: as many as the largest cut so far has tokens."""
+        self._latest: tuple[int, int, _Runs] | None = None
+        """The latest cut. The columns of a micro-batch are cut one after another."""
 
     @property
     def size_bytes(self) -> int:
         """The memory that the sequences take."""
-        arrays = (self.tokens, self.bounds, self.follows, self.firsts, self.numbers)
+        arrays = (self._tokens, self._bounds, self._follows, self._firsts, self._numbers)
         return sum(one.nbytes for one in arrays if one is not None)
-
-    @property
-    def _length(self) -> int:
-        return int(self.tokens.shape[1])
 
     def columns(self) -> dict[str, Column[Array]]:
         """Return the columns; all but ``tokens`` can only be cut."""
@@ -87,26 +84,33 @@ class Sequences:
             "position_ids": self._position_ids,
             "document_ids": self._document_ids,
             "loss_mask": self._loss_mask,
-            **({} if self.follows is None else {"labels": self._labels}),
+            **({} if self._follows is None else {"labels": self._labels}),
         }
-        return {"tokens": self.tokens, **{name: cast("Array", _Made(make)) for name, make in made.items()}}
+        return {"tokens": self._tokens, **{name: cast("Array", _Made(make)) for name, make in made.items()}}
 
-    def _runs(self, start: int, stop: int) -> tuple[slice, Int64Array]:
-        """Return the runs of sequences [start, stop), and where they begin and end among the tokens of these."""
-        first, last = self.firsts.item(start), self.firsts.item(stop)
-        return slice(first, last), self.bounds[first : last + 1] - start * self._length
+    def _runs(self, start: int, stop: int) -> _Runs:
+        """Return the runs of sequences [start, stop)."""
+        latest = self._latest
+        if latest is None or latest[:2] != (start, stop):
+            first, last = self._firsts.item(start), self._firsts.item(stop)
+            bounds = self._bounds[first : last + 1] - start * self._length
+            found = _Runs(first=first, last=last, bounds=bounds, lengths=bounds[1:] - bounds[:-1])
+            latest = self._latest = start, stop, found
+        return latest[2]
 
     def _position_ids(self, start: int, stop: int) -> Array:
         """Return the place of each token in its run."""
-        _, bounds = self._runs(start, stop)
-        found = np.arange(bounds[-1], dtype=np.int32)
-        found -= np.repeat(bounds[:-1].astype(np.int32), np.diff(bounds))
+        runs, size = self._runs(start, stop), (stop - start) * self._length
+        if len(self._places) < size:
+            self._places = np.arange(size, dtype=np.int32)
+        found = np.repeat(runs.bounds[:-1].astype(np.int32), runs.lengths)
+        np.subtract(self._places[:size], found, out=found)
         return found.reshape(stop - start, self._length)
 
     def _document_ids(self, start: int, stop: int) -> Array:
         """Return the number of each token's run in its sequence."""
-        runs, bounds = self._runs(start, stop)
-        return np.repeat(self.numbers[runs], np.diff(bounds)).reshape(stop - start, self._length)
+        runs = self._runs(start, stop)
+        return np.repeat(self._numbers[runs.first : runs.last], runs.lengths).reshape(stop - start, self._length)
 
     def _loss_mask(self, start: int, stop: int) -> Array:
         """Return False for padding, and True for other tokens."""
@@ -116,17 +120,20 @@ class Sequences:
 
     def _labels(self, start: int, stop: int) -> Array:
         """Return the label of each token."""
-        assert self.follows is not None
-        runs, bounds = self._runs(start, stop)
+        assert self._follows is not None
+        runs = self._runs(start, stop)
         found = np.empty((stop - start, self._length), np.int64)
-        found.reshape(-1)[:-1] = self.tokens[start:stop].reshape(-1)[1:]
-        found.reshape(-1)[bounds[1:] - 1] = self.follows[runs]
+        flat = found.reshape(-1)
+        flat[:-1] = self._tokens[start:stop].reshape(-1)[1:]
+        flat[runs.bounds[1:] - 1] = self._follows[runs.first : runs.last]
         self._pad(found, start, stop, value=NO_LABEL)
         return found
 
     def _pad(self, found: Array, start: int, stop: int, *, value: int) -> None:
         """Set the padding of sequences [start, stop), if they have any, to ``value``."""
-        runs, bounds = self._runs(start, stop)
-        if runs.start <= self.padding < runs.stop:
-            begin, end = bounds[self.padding - runs.start : self.padding - runs.start + 2].tolist()
+        if self._padding < 0:
+            return
+        runs = self._runs(start, stop)
+        if runs.first <= self._padding < runs.last:
+            begin, end = runs.bounds[self._padding - runs.first : self._padding - runs.first + 2].tolist()
             found.reshape(-1)[begin:end] = value

@@ -130,7 +130,7 @@ class SequenceDecoder:
     def _sequences(self, parts: list[Part], runs: Runs, count: int) -> Sequences:
         """Return the ``count`` sequences that ``runs`` make up."""
         tokens = self._tokens(parts, runs)
-        return Sequences.of(
+        return Sequences(
             tokens.reshape(count, self._packing.length),
             np.append(runs.begins, len(tokens)),
             padding=runs.padding,
