@@ -127,15 +127,13 @@ def runs_of(parts: Sequence[Part], window: Window, length: int) -> Runs:
     lengths = np.concatenate([np.diff(part.bounds) for part in parts])
     places = np.repeat(np.arange(len(parts)), [len(part.rows) for part in parts])
     count = window.rows
-    order, rank = np.arange(len(lengths)), np.arange(count)
+    order, delivered = np.arange(len(lengths)), np.arange(count)
     if window.key is not None:
         order = permutation(window.key, len(lengths))
-        rank[permutation(derive_key("sequences", *window.key), count)] = np.arange(count)
+        delivered = permutation(derive_key("sequences", *window.key), count)
     ends = np.cumsum(lengths[order])
     begins, total = ends - lengths[order], int(ends[-1]) if len(ends) else 0
-    cuts = np.sort(np.concatenate([begins, np.arange(count) * length]))
-    cuts = cuts[np.diff(cuts, prepend=-1) > 0]
-    document = np.searchsorted(begins, cuts, side="right") - 1
+    cuts, document = _cuts(begins, np.arange(count) * length)
     inner = cuts - begins[document]
     sizes = np.diff(np.append(cuts, total))
     is_end = cuts + sizes == ends[document]
@@ -143,13 +141,34 @@ def runs_of(parts: Sequence[Part], window: Window, length: int) -> Runs:
     if total < count * length:  # padding is one more run
         cuts, sizes = np.append(cuts, total), np.append(sizes, count * length - total)
         number, inner, is_end = np.append(number, -1), np.append(inner, 0), np.append(is_end, True)
-    sequence = cuts // length
-    final = np.argsort(rank[sequence], kind="stable")
+    final = _taken(np.flatnonzero(cuts % length == 0), len(cuts), delivered)
+    lengths = sizes[final]
     return Runs(
         places=np.append(places, len(parts))[number][final],
         starts=(np.append(starts, 0)[number] + inner)[final],
-        lengths=sizes[final],
-        begins=(rank[sequence] * length + cuts % length)[final],
+        lengths=lengths,
+        begins=np.cumsum(lengths) - lengths,
         documents=number[final],
         ends=is_end[final],
     )
+
+
+def _cuts(begins: Int64Array, grid: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return where runs begin, ascending: where a document or a sequence does; and the document of each.
+
+    Both are ascending, and no two documents begin at one place.
+    """
+    both = np.concatenate([begins, grid])
+    merged = np.argsort(both, kind="stable")  # of two ascending parts: it merges them
+    cuts = both[merged]
+    is_new = np.diff(cuts, prepend=-1) > 0
+    return cuts[is_new], (np.cumsum(merged < len(begins)) - 1)[is_new]
+
+
+def _taken(firsts: Int64Array, count: int, delivered: Int64Array) -> Int64Array:
+    """Return the runs of the sequences ``delivered``, one sequence after another.
+
+    ``firsts`` is the first run of each sequence, and ``count`` the number of runs.
+    """
+    counts = np.diff(np.append(firsts, count))[delivered]
+    return np.repeat(firsts[delivered] - (np.cumsum(counts) - counts), counts) + np.arange(count)
