@@ -249,7 +249,20 @@ def test_a_null_token_is_refused_with_its_row_group(tmp_path: Path) -> None:
     assert (caught.value.file, caught.value.row_group, caught.value.column) == ("a.parquet", 0, "tokens")
 
 
-@pytest.mark.parametrize("kind", [pa.int32(), pa.list_(pa.float32()), pa.list_(pa.uint64()), pa.list_(pa.string())])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.int32(),
+        pa.string(),
+        pa.list_(pa.float32()),
+        pa.list_(pa.uint64()),
+        pa.list_(pa.string()),
+        pa.list_(pa.bool_()),
+        pa.list_(pa.list_(pa.int32())),
+        pa.struct([("tokens", pa.int32())]),
+    ],
+    ids=str,
+)
 def test_a_column_that_is_no_list_of_integers_is_refused(tmp_path: Path, kind: pa.DataType) -> None:
     pq.write_table(pa.table({"tokens": pa.array([], kind)}), tmp_path / "a.parquet")
     with pytest.raises(errors.SchemaError, match="needs a list of integers"):
