@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, ReadOptions, open_table, pack
+from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, ReadOptions, mix, open_table, pack
 from tests.checkpoint.scripts import Script
 
 Ask = Callable[..., tuple[int, Any]]
@@ -161,3 +161,28 @@ def test_a_table_is_refused_where_rows_were_read(good_run: Script, lake: Path, s
     status, told = show("explain", lake.parent / "good", "--step", 3, "--table", lake)
     assert status == 2
     assert "this run reads rows: leave it out" in told
+
+
+def test_the_table_is_of_one_source_of_a_mixture(texts: Path, tmp_path: Path, ask: Ask, show: Show) -> None:
+    other = Path(shutil.copytree(texts, tmp_path / "other"))
+    (other / "1.parquet").unlink()
+    sources = {
+        name: (pack(LakeDataset(place, batch_size=4, shuffle=True), length=LENGTH, column="words"), 0.5)
+        for name, place in (("a", texts), ("b", other))
+    }
+    loader = LakeLoader(mix(sources, source_column="source"))
+    with CheckpointManager(tmp_path / "run", {"model": torch.nn.Linear(1, 1), "reader": loader}) as manager:
+        manager.restore()
+        for batch in itertools.islice(loader, 3):
+            manager.step(batch)
+    mine = batch["source"] == batch["source"].max()
+    given = ["explain", tmp_path / "run", "--step", 3, "--table", other, "--column", "words"]
+    _, plain = ask(*given, "--reader", "reader.b")
+    ranks = {reader["reader"]: reader["ranks"][0] for reader in plain["readers"]}
+    assert "documents" not in ranks["reader.a"]
+    found = [tokens for _, tokens in explained(other, ranks["reader.b"], added=False)]
+    assert found == batch["tokens"][mine].tolist()
+    status, told = show(*given)
+    assert status == 2 and "and there are several: reader.a, reader.b" in told
+    status, told = show(*given, "--reader", "reader")
+    assert status == 2 and "and there is no 'reader': reader.a, reader.b" in told

@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", action="store_true", help="every row, in the order in which it was read")
     parser.add_argument("--table", metavar="TABLE", help="name the documents of packed sequences, read from this table")
     parser.add_argument("--table-options", metavar="JSON", help="for the store of the table, as fsspec takes them")
+    parser.add_argument("--reader", metavar="NAME", help="with --table: the reader of it, where several are packed")
     parser.add_argument("--column", default="tokens", metavar="C", help="with --table: as pack(column=…) (tokens)")
     for side in ("before", "after"):
         parser.add_argument(f"--{side}", default="", metavar="T,…", help=f"with --table: as pack({side}=…) (none)")
@@ -41,8 +42,6 @@ def run(args: argparse.Namespace) -> int:
             "--rows cannot name the documents of packed sequences: only the table has their lengths. Give --table "
             "instead of --rows. With neither, the tokens of the windows that hold the sequences are named"
         )
-    if documents is not None and not any(reader.order.unit > 1 for reader in found.readers):
-        raise ConfigError("--table names the documents of packed sequences, and this run reads rows: leave it out")
     if args.json:
         print_json(found.to_plain(every_row=args.rows))
     else:
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 def _documents(args: argparse.Namespace) -> Documents:
     table = open_table(args.table, storage_options=options_of(args.table_options))
     before, after = _tokens("--before", args.before), _tokens("--after", args.after)
-    return Documents(table, column=args.column, before=before, after=after)
+    return Documents(table, column=args.column, before=before, after=after, reader=args.reader)
 
 
 def _tokens(option: str, text: str) -> tuple[int, ...]:

@@ -49,9 +49,21 @@ class DocumentTokens:
 
 
 class Documents:
-    """Names documents of ``table`` that `lakeckpt.pack` packed with these arguments."""
+    """Names documents of ``table`` that `lakeckpt.pack` packed with these arguments.
 
-    def __init__(self, table: Table, *, column: str, before: tuple[int, ...] = (), after: tuple[int, ...] = ()) -> None:
+    ``reader``: the name of the reader that read them; None: the only one of the run that reads packed sequences.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        column: str,
+        before: tuple[int, ...] = (),
+        after: tuple[int, ...] = (),
+        reader: str | None = None,
+    ) -> None:
+        self.reader = reader
         self._table, self._column, self._before, self._after = table, column, before, after
         self._decoder = lru_cache(maxsize=None)(self._new_decoder)
         self._runs = lru_cache(maxsize=_WINDOWS_KEPT)(self._named)

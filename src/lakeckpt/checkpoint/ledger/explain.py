@@ -9,7 +9,7 @@ named (`lakeckpt.checkpoint.ledger.documents`). It never imports torch, and star
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -154,9 +154,10 @@ def explain_history(
 ) -> StepExplained:
     """Explain a step as `explain` does, from a history and the orders of its tables."""
     manifest = _holder(history, step)
-    readers = []
-    for name, record in sorted(manifest.readers.items()):
-        readers += _Explainer(manifest, name, record, orders, documents).steps(step, ranks)
+    explainers = [_Explainer(manifest, name, record, orders) for name, record in sorted(manifest.readers.items())]
+    if documents is not None:
+        _packed_one(explainers, documents.reader).documents = documents
+    readers = [one for explainer in explainers for one in explainer.steps(step, ranks)]
     if not readers:
         raise CheckpointNotFound(f"{slot_path(manifest.slot)}: no reader was tracked, and no rows were recorded")
     return StepExplained(
@@ -186,24 +187,32 @@ def _holder(history: History, step: int) -> Manifest:
     return found
 
 
+def _packed_one(explainers: Sequence[_Explainer], name: str | None) -> _Explainer:
+    """Return the reader of packed sequences that is called ``name``; None: the only one."""
+    packed = {one.name: one for one in explainers if one.is_packed}
+    if not packed:
+        raise ConfigError("--table names the documents of packed sequences, and this run reads rows: leave it out")
+    wanted = next(iter(packed)) if name is None and len(packed) == 1 else name
+    if wanted not in packed:
+        found = f"there is no {name!r}" if name is not None else "there are several"
+        raise ConfigError(
+            f"--reader says which reader of packed sequences reads the --table, and {found}: {', '.join(packed)}"
+        )
+    return packed[wanted]
+
+
 class _Explainer:
     """One reader in one manifest."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        name: str,
-        record: ReaderRecord,
-        orders: Mapping[str, Order],
-        documents: Documents | None,
-    ) -> None:
+    def __init__(self, manifest: Manifest, name: str, record: ReaderRecord, orders: Mapping[str, Order]) -> None:
         self._manifest = manifest
-        self._name = name
+        self.name = name
         self._record = record
         state = ReaderState.from_plain(record.state)
         self._identity = state.identity
+        self.is_packed = self._identity.unit > 1
         self._orders = orders
-        self._documents = documents
+        self.documents: Documents | None = None
         self._pairs = [
             (ReaderState.from_plain(stretch.begin), ReaderState.from_plain(stretch.end)) for stretch in record.stretches
         ]
@@ -224,7 +233,7 @@ class _Explainer:
             table, selection = identity.table, identity.selection
             paths = [index_path(table), *([selection_path(table, selection)] if selection else [])]
             raise CheckpointDamaged(
-                f"{' or '.join(paths)} cannot be read, and without it no row of {self._name!r} can be named"
+                f"{' or '.join(paths)} cannot be read, and without it no row of {self.name!r} can be named"
             )
         return order
 
@@ -243,7 +252,7 @@ class _Explainer:
         found = [self._rank(rank, stretches, identity) for rank in wanted]
         epochs = {span.epoch for rank in found for one in rank.micro_batches for span in one.spans}
         return ReaderStep(
-            reader=self._name,
+            reader=self.name,
             table=identity.table,
             selection=identity.selection,
             world_size=world_size,
@@ -294,7 +303,7 @@ class _Explainer:
         if start is None or (at == 0 and begin == start.step and frontier.epoch < start.epoch):
             return None
         raise CheckpointDamaged(
-            f"{slot_path(self._manifest.slot)}: the record of optimizer steps of {self._name!r} names epoch "
+            f"{slot_path(self._manifest.slot)}: the record of optimizer steps of {self.name!r} names epoch "
             f"{frontier.epoch}, step {frontier.step}, and no recorded stretch goes there"
         )
 
@@ -304,7 +313,7 @@ class _Explainer:
         order = self._order_of(identity)
         micro_batches, rows = [], [np.zeros(0, np.int64)]
         tokens: list[GroupRows] = []
-        named: list[DocumentTokens] | None = None if self._documents is None or order.unit == 1 else []
+        named: list[DocumentTokens] | None = None if self.documents is None or order.unit == 1 else []
         for plan, low, high in stretches:
             for loader_step in range(low, high):
                 assignment = plan.assignment(loader_step, rank)
@@ -314,8 +323,8 @@ class _Explainer:
                 for span in spans if order.unit > 1 else ():
                     layout = order.layout(identity.spec, keys[span.epoch], identity.endless)
                     tokens += order.tokens_of(layout, _interval(span))
-                    if self._documents is not None and named is not None:
-                        named += self._documents.of(order, layout, _interval(span))
+                    if self.documents is not None and named is not None:
+                        named += self.documents.of(order, layout, _interval(span))
                 micro_batches.append(
                     MicroBatch(
                         number=assignment.receipt.micro_batch,
