@@ -126,30 +126,19 @@ def main() -> None:
     show(
         "first batch of a packed dataset",
         ("case", "ms", "of a fresh start", "by processor time"),
-        [
-            (
-                one.name,
-                f"{one.median_s * 1e3:,.0f}",
-                f"{one.median_s / fresh.median_s:.2f}",
-                f"{one.processor_s / fresh.processor_s:.2f}",
-            )
-            for one in begun
-        ],
+        [(one.name, f"{one.median_s * 1e3:,.0f}", *ratios(one, fresh)) for one in begun],
     )
     report(
         f"packed reading: {tokens:,} tokens, sequences of {LENGTH:,}",
         ("case", "million tokens/s", "of unpacked", "by processor time"),
-        [
-            (
-                one.name,
-                f"{tokens / one.median_s / 1e6:,.1f}",
-                f"{unpacked.median_s / one.median_s:.2f}",
-                f"{unpacked.processor_s / one.processor_s:.2f}",
-            )
-            for one in measured
-        ],
+        [(one.name, f"{tokens / one.median_s / 1e6:,.1f}", *ratios(unpacked, one)) for one in measured],
         [*measured, *begun],
     )
+
+
+def ratios(one: Measured, other: Measured) -> tuple[str, str]:
+    """Return how much longer ``one`` took than ``other``, by the clock and of processor time."""
+    return f"{one.median_s / other.median_s:.2f}", f"{one.processor_s / other.processor_s:.2f}"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from lakeckpt.checkpoint.ledger.report import plain_of
 from lakeckpt.checkpoint.persist.history import History, index_path, selection_path
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import LayoutKey, Plan
+from lakeckpt.core.plan import Assignment, LayoutKey, Plan
 from lakeckpt.core.receipts import Span
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
@@ -313,24 +313,17 @@ class _Explainer:
         order = self._order_of(identity)
         micro_batches, rows = [], [np.zeros(0, np.int64)]
         tokens: list[GroupRows] = []
-        named: list[DocumentTokens] | None = None if self.documents is None or order.unit == 1 else []
+        named: list[DocumentTokens] = []
         for plan, low, high in stretches:
             for loader_step in range(low, high):
                 assignment = plan.assignment(loader_step, rank)
-                spans = assignment.receipt.spans
-                keys = {key.epoch: key for key in assignment.layouts}
-                rows += [_rows(span, keys[span.epoch], plan, order) for span in spans]
-                for span in spans if order.unit > 1 else ():
-                    layout = order.layout(identity.spec, keys[span.epoch], identity.endless)
-                    tokens += order.tokens_of(layout, _interval(span))
-                    if self.documents is not None and named is not None:
-                        named += self.documents.of(order, layout, _interval(span))
+                receipt, keys = assignment.receipt, {key.epoch: key for key in assignment.layouts}
+                rows += [_rows(span, keys[span.epoch], plan, order) for span in receipt.spans]
+                if order.unit > 1:
+                    self._add_packed(tokens, named, assignment, identity)
                 micro_batches.append(
                     MicroBatch(
-                        number=assignment.receipt.micro_batch,
-                        lane=assignment.receipt.lane,
-                        loader_step=loader_step,
-                        spans=spans,
+                        number=receipt.micro_batch, lane=receipt.lane, loader_step=loader_step, spans=receipt.spans
                     )
                 )
         found = np.concatenate(rows)
@@ -340,8 +333,19 @@ class _Explainer:
             micro_batches=tuple(micro_batches),
             table_rows=found,
             where=tuple(tokens if order.unit > 1 else name_rows(order, every)),
-            documents=None if named is None else tuple(named),
+            documents=None if self.documents is None else tuple(named),
         )
+
+    def _add_packed(
+        self, tokens: list[GroupRows], named: list[DocumentTokens], assignment: Assignment, identity: Identity
+    ) -> None:
+        """Add the tokens of the windows that hold packed sequences, and the documents that stand in these sequences."""
+        order, keys = self._order_of(identity), {key.epoch: key for key in assignment.layouts}
+        for span in assignment.receipt.spans:
+            layout = order.layout(identity.spec, keys[span.epoch], identity.endless)
+            tokens += order.tokens_of(layout, _interval(span))
+            if self.documents is not None:
+                named += self.documents.of(order, layout, _interval(span))
 
 
 def _rows(span: Span, key: LayoutKey, plan: Plan, order: Order) -> npt.NDArray[np.int64]:

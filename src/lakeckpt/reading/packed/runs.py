@@ -126,11 +126,8 @@ def runs_of(parts: Sequence[Part], window: Window, length: int) -> Runs:
     starts = np.concatenate([part.bounds[:-1] for part in parts])
     lengths = np.concatenate([np.diff(part.bounds) for part in parts])
     places = np.repeat(np.arange(len(parts)), [len(part.rows) for part in parts])
+    order, delivered = _orders(window, len(lengths))
     count = window.rows
-    order, delivered = np.arange(len(lengths)), np.arange(count)
-    if window.key is not None:
-        order = permutation(window.key, len(lengths))
-        delivered = permutation(derive_key("sequences", *window.key), count)
     ends = np.cumsum(lengths[order])
     begins, total = ends - lengths[order], int(ends[-1]) if len(ends) else 0
     cuts, document = _cuts(begins, np.arange(count) * length)
@@ -151,6 +148,13 @@ def runs_of(parts: Sequence[Part], window: Window, length: int) -> Runs:
         documents=number[final],
         ends=is_end[final],
     )
+
+
+def _orders(window: Window, documents: int) -> tuple[Int64Array, Int64Array]:
+    """Return the order of the documents before they are cut, and the order in which sequences are delivered."""
+    if window.key is None:
+        return np.arange(documents), np.arange(window.rows)
+    return permutation(window.key, documents), permutation(derive_key("sequences", *window.key), window.rows)
 
 
 def _cuts(begins: Int64Array, grid: Int64Array) -> tuple[Int64Array, Int64Array]:
