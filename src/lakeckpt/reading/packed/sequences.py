@@ -10,8 +10,7 @@ Nothing here reads rows or starts threads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -40,9 +39,8 @@ class _Made:
         return self._make(rows.start, rows.stop) if isinstance(rows, slice) else self._make(rows, rows + 1)[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Runs:
-    """The runs of some sequences: ``first`` to ``last`` of the window's runs."""
+class _Runs(NamedTuple):
+    """The runs of some sequences: ``first`` to ``last`` of the window's runs. Made for each batch, so a tuple."""
 
     first: int
     last: int
@@ -94,7 +92,7 @@ class Sequences:
         if latest is None or latest[:2] != (start, stop):
             first, last = self._firsts.item(start), self._firsts.item(stop)
             bounds = self._bounds[first : last + 1] - start * self._length
-            found = _Runs(first=first, last=last, bounds=bounds, lengths=bounds[1:] - bounds[:-1])
+            found = _Runs(first, last, bounds, bounds[1:] - bounds[:-1])
             latest = self._latest = start, stop, found
         return latest[2]
 
