@@ -108,12 +108,24 @@ def test_sequences_are_what_a_plain_model_says(
         assert list(itertools.chain(*real)) == list(itertools.chain(*whole))
     if not before:
         follows = {a: b for one in whole for a, b in itertools.pairwise(one)}
+        groups = row_groups(texts, [len(one) for one in lengths], rows)
+        in_group = {a: b for one in groups for a, b in itertools.pairwise(itertools.chain(*one))}
         for one in sequences:
-            check_sequence(one, follows, masks_ends=masks_ends)
+            check_sequence(one, follows, follows if masks_ends else in_group, masks_ends=masks_ends)
 
 
-def check_sequence(one: dict[str, Any], follows: dict[int, int], *, masks_ends: bool) -> None:
-    """Compare the columns of a sequence of unique tokens with which token follows which in its document."""
+def row_groups(texts: list[list[int]], files: list[int], rows: int) -> list[list[list[int]]]:
+    """Return the documents of each row group; ``files`` has how many documents are in each file."""
+    mine = iter(texts)
+    each = [list(itertools.islice(mine, count)) for count in files]
+    return [one[first : first + rows] for one in each for first in range(0, len(one), rows)]
+
+
+def check_sequence(
+    one: dict[str, Any], follows: dict[int, int], after_sequences: dict[int, int], *, masks_ends: bool
+) -> None:
+    """Compare the columns of a sequence of unique tokens with which token follows which in its document, and which is
+    the label of a sequence's last token."""
     tokens, labels = one["tokens"].tolist(), one["labels"].tolist()
     count = int(one["loss_mask"].sum())
     assert one["loss_mask"].tolist() == [True] * count + [False] * (len(tokens) - count)
@@ -128,6 +140,8 @@ def check_sequence(one: dict[str, Any], follows: dict[int, int], *, masks_ends: 
             assert labels[place] == follows.get(tokens[place], NO_LABEL)
         elif place + 1 < count:
             assert labels[place] == tokens[place + 1]
+        else:
+            assert labels[place] == after_sequences.get(tokens[place], NO_LABEL)
     assert labels[count:] == [NO_LABEL] * (len(tokens) - count)
 
 
