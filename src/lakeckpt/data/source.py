@@ -176,9 +176,7 @@ class BatchSource(Iterations):
             if given is None and self.sharing > 1:
                 info = get_worker_info()
                 given = default_limit_bytes(1 if info is None else info.num_workers) // self.sharing
-            packing = None if self._selecting is None else self._selecting.packing
-            growth = 1.0 if packing is None else packing.growth(self._table.schema)
-            self._limits[lanes] = limit_of(given, self._table, self._columns, window=window, lanes=lanes, growth=growth)
+            self._limits[lanes] = limit_of(given, self._table, self._columns, window=window, lanes=lanes)
         limit = self._limits[lanes]
         if isinstance(self._table.storage, LocalStorage):
             ahead = 0
