@@ -43,10 +43,15 @@ def test_documents_are_the_paragraphs_of_the_sources_in_the_order_of_their_paths
 
 
 def test_a_table_has_a_whole_number_of_sequences_and_each_token_its_own_number(library: Path, tmp_path: Path) -> None:
-    build_lake(tmp_path / "lake", {"code": 60, "more": 40}, library=library)
-    numbers = [lake_numbers(tmp_path / "lake" / source) for source in ("code", "more")]
+    build_lake(tmp_path / "lake", {"code": 60, "prose": 40}, library=library)
+    numbers = [lake_numbers(tmp_path / "lake" / source) for source in ("code", "prose")]
     assert [len(one) for one in numbers] == [60 * LENGTH, 40 * LENGTH]
     assert np.array_equal(np.concatenate(numbers), np.arange(100 * LENGTH))
+
+
+def test_prose_is_text_in_words(tmp_path: Path) -> None:
+    build_lake(tmp_path / "lake", {"prose": 100})
+    assert b" the " in b"".join(documents(tmp_path / "lake" / "prose"))
 
 
 def test_files_and_row_groups_are_several_and_uneven(library: Path, tmp_path: Path) -> None:
@@ -64,7 +69,7 @@ def test_one_library_gives_one_lake_byte_for_byte(library: Path, tmp_path: Path)
         assert path.read_bytes() == (tmp_path / "two" / "code" / path.name).read_bytes()
 
 
-@pytest.mark.parametrize("sequences", [{"code": 1000}, {"code": 100, "more": 1000}])
+@pytest.mark.parametrize("sequences", [{"code": 1_000_000}, {"code": 100, "prose": 1_000_000}])
 def test_a_python_with_too_little_text_is_an_error(sequences: Mapping[str, int], library: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="less than 64,000 bytes of"):
+    with pytest.raises(ConfigError, match="less than 64,000,000 bytes of"):
         build_lake(tmp_path / "lake", sequences, library=library)

@@ -9,7 +9,7 @@ from lakeckpt.demo.scenario import DemoConfig, Phase, scenario_for
 SIZES = [
     (steps, save_every)
     for save_every in (1, 2, 3, 4, 7, 32)
-    for steps in (max(16, 8 * save_every), 10 * save_every + 5, 960)
+    for steps in (max(16, 8 * save_every), 10 * save_every + 5, 480)
 ]
 
 
@@ -30,7 +30,7 @@ def test_faults_in_a_save_fall_on_a_save_and_the_others_between_two(steps: int, 
 
 
 def test_the_topology_holds_for_three_kills_and_then_changes_in_ranks_and_workers() -> None:
-    phases = scenario_for(960, 40, kills=5)
+    phases = scenario_for(480, 40, kills=5)
     sizes = [(phase.world_size, phase.workers) for phase in phases]
     assert len(set(sizes[:4])) == 1
     assert {8 % world_size == 0 for world_size, _ in sizes[4:]} == {True, False}
@@ -39,7 +39,7 @@ def test_the_topology_holds_for_three_kills_and_then_changes_in_ranks_and_worker
 
 def test_every_number_of_kills_ends_with_a_phase_that_is_left_alone() -> None:
     for kills in range(1, 6):
-        phases = scenario_for(960, 40, kills=kills)
+        phases = scenario_for(480, 40, kills=kills)
         assert [phase.fault is None for phase in phases] == [False] * kills + [True]
         assert phases[-1].world_size != phases[0].world_size
 

@@ -25,7 +25,7 @@ def audited(*once: int, doubts: tuple[str, ...] = ()) -> AuditReport:
     zero = dict.fromkeys(("repeated", "again", "surplus", "lost", "dropped", "left", "before"), 0)
     epochs = [EpochAudit(epoch=e, status="complete", rows=n, once=n, **zero) for e, n in enumerate(once)]
     reader = ReaderAudit(
-        name="reader",
+        name="reader.code",
         table="",
         tail="short",
         endless=True,

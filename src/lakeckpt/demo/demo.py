@@ -32,8 +32,8 @@ from lakeckpt.lake.storage.open import open_storage
 __all__ = ["add_arguments", "run", "run_demo"]
 
 _MARK = "lakeckpt-demo.json"
-_WHOLE: dict[str, Any] = {"sequences": {"code": 9472}, "steps": 960, "kills": 5, "save_every": 32}
-_SHORT: dict[str, Any] = {"sequences": {"code": 544}, "steps": 64, "kills": 3, "save_every": 4}
+_WHOLE: dict[str, Any] = {"sequences": {"prose": 3264, "code": 4032}, "steps": 480, "kills": 5, "save_every": 32}
+_SHORT: dict[str, Any] = {"sequences": {"prose": 376, "code": 456}, "steps": 64, "kills": 3, "save_every": 4}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,8 @@
 """This module writes the tables that the demo trains on, from text that comes with Python.
 
-``code`` is the source text of the standard library. A document is what stands between blank lines, so documents have
-between a few and some thousand bytes. A row is one document: ``tokens``, a list of int32. The low byte of a token is a
+``prose`` is the reference manual of the language, as Python's ``help()`` has it, and ``code`` the source text of the
+standard library. A document is what stands between blank lines, so documents have between a few and some thousand
+bytes. A row is one document: ``tokens``, a list of int32. The low byte of a token is a
 byte of the text, which is what the model reads. The other bits are the token's *number*, which no other token of the
 lake has. The verdict counts these numbers.
 
@@ -13,9 +14,11 @@ rule, so one Python always gives one lake. The last row group of a file is small
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +49,7 @@ def build_lake(folder: Path, sequences: Mapping[str, int], *, library: Path | No
     first = 0
     for source, count in sequences.items():
         size = count * LENGTH
-        documents = _first_documents((path.read_bytes() for path in sorted(root.glob("*.py"))), size)
+        documents = _first_documents(_prose() if source == "prose" else _code(root), size)
         if sum(map(len, documents)) < size:
             raise ConfigError(
                 f"the demo trains on text that comes with Python, and there are less than {size:,} bytes of {source} "
@@ -62,7 +65,16 @@ def lake_numbers(folder: Path) -> npt.NDArray[np.int64]:
     return np.sort(tokens.to_numpy().astype(np.int64) >> 8)
 
 
-def _first_documents(texts: Iterable[bytes], size: int) -> list[bytes]:
+def _prose() -> Iterator[bytes]:
+    with contextlib.suppress(ModuleNotFoundError):  # not every Python has it
+        yield from (text.encode() for text in import_module("pydoc_data.topics").topics.values())
+
+
+def _code(root: Path) -> Iterator[bytes]:
+    return (path.read_bytes() for path in sorted(root.glob("*.py")))
+
+
+def _first_documents(texts: Iterator[bytes], size: int) -> list[bytes]:
     """Return the first documents of ``texts``: ``size`` bytes together, the last one cut, or all that there are."""
     found: list[bytes] = []
     for document in (one for text in texts for one in text.split(b"\n\n") if one.strip()):

@@ -17,6 +17,7 @@ __all__ = [
     "LENGTH",
     "NUM_LANES",
     "POINTS",
+    "WEIGHTS",
     "DemoConfig",
     "Fault",
     "Phase",
@@ -24,6 +25,8 @@ __all__ = [
 ]
 
 NUM_LANES, BATCH_SIZE, LENGTH = 8, 8, 64
+WEIGHTS = {"prose": 0.7, "code": 0.3}
+"""The tables of the lake → the share of the sequences that each has."""
 _MICRO_BATCHES = 4
 """Micro-batches of an optimizer step, on every number of ranks that divides it."""
 POINTS = {

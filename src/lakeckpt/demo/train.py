@@ -1,9 +1,9 @@
 """This module is the demo's training script: an ordinary PyTorch loop under torchrun, with lakeckpt.
 
-DDP over gloo, one thread per rank. Documents are packed into sequences, without end: an epoch follows another. An
-optimizer step takes `Phase.accumulate` micro-batches per rank; the loss is summed over tokens and divided by the tokens
-of the global batch. Two things are not ordinary: `Writer` records the tokens that the loop used, and `Trip` lets the
-fault script kill at a chosen point.
+DDP over gloo, one thread per rank. Documents are packed into sequences, and the sequences of two tables are mixed. A
+table that is through begins its next epoch. An optimizer step takes `Phase.accumulate` micro-batches per rank; the loss
+is summed over tokens and divided by the tokens of the global batch. Two things are not ordinary: `Writer` records the
+tokens that the loop used, and `Trip` lets the fault script kill at a chosen point.
 
 ``lakeckpt demo`` starts it as ``torchrun … -m lakeckpt.demo.train CONFIG LAUNCH``, where CONFIG is a file with a
 `DemoConfig` as JSON, and LAUNCH the number of its phase (from 0).
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lakeckpt
 from lakeckpt.demo.model import GPT, build, digest, loss_sum
 from lakeckpt.demo.records import Packed, Writer, record_path
-from lakeckpt.demo.scenario import BATCH_SIZE, LENGTH, NUM_LANES, DemoConfig
+from lakeckpt.demo.scenario import BATCH_SIZE, LENGTH, NUM_LANES, WEIGHTS, DemoConfig
 from lakeckpt.demo.trip import Trip
 
 __all__ = ["main", "training_data"]
@@ -101,22 +101,22 @@ class _Training:
 
 
 def training_data(lake: str) -> lakeckpt.LakeDataset:
-    """Return what the demo trains on: the documents of the lake, packed into sequences."""
-    documents = lakeckpt.LakeDataset(
-        f"{lake}/code",
-        batch_size=BATCH_SIZE,
-        shuffle=True,
-        seed=_SEED,
-        endless=True,
-        options=lakeckpt.ReadOptions(num_lanes=NUM_LANES),
-    )
-    return lakeckpt.pack(documents, length=LENGTH, labels=True)
+    """Return a mixture of the tables of ``lake``, the documents of each packed into sequences."""
+    packed = {}
+    for source in WEIGHTS:
+        documents = lakeckpt.LakeDataset(f"{lake}/{source}", batch_size=BATCH_SIZE, shuffle=True, seed=_SEED)
+        packed[source] = lakeckpt.pack(documents, length=LENGTH, labels=True)
+    weighted = {source: (packed[source], weight) for source, weight in WEIGHTS.items()}
+    return lakeckpt.mix(weighted, seed=_SEED, num_lanes=NUM_LANES, source_column="source")
 
 
 def _sequences(batch: lakeckpt.Batch) -> list[Packed]:
     """Return the sequences of a batch, each with its source, the source's epoch, and the numbers of its tokens."""
-    epochs = [span.epoch for span in batch.receipt.spans for _ in range(span.rows)]
-    return [("code", epoch, numbers) for epoch, numbers in zip(epochs, (batch["tokens"] >> 8).tolist(), strict=True)]
+    receipt: Any = batch.receipt
+    epochs = {name: iter([one.epoch for one in spans for _ in range(one.rows)]) for name, spans in receipt.spans}
+    sources = [list(WEIGHTS)[number] for number in batch["source"].tolist()]
+    tokens = (batch["tokens"] >> 8).tolist()
+    return [(source, next(epochs[source]), numbers) for source, numbers in zip(sources, tokens, strict=True)]
 
 
 def main(argv: list[str]) -> None:

@@ -112,7 +112,11 @@ def _words(epochs: Sequence[TokenCount]) -> str:
 
 
 def _agrees(report: AuditReport, counts: Sequence[TokenCount]) -> Check:
-    audited = {("code", one.epoch): one.once * LENGTH for reader in report.readers for one in reader.epochs}
+    audited = {
+        (reader.name.removeprefix("reader."), one.epoch): one.once * LENGTH
+        for reader in report.readers
+        for one in reader.epochs
+    }
     recorded = {(one.source, one.epoch): one.counted for one in counts}
     return Check(
         claim="The audit of the ledger proves the same, with as many tokens in each epoch",
