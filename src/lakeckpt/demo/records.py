@@ -127,7 +127,7 @@ def count_tokens(history: Sequence[Step], lake: Mapping[str, npt.NDArray[np.int6
         newest = max((epoch for name, epoch in used if name == source), default=0)
         for epoch in range(newest + 1):
             counted, complete = used.get((source, epoch), []), epoch < newest
-            once = len(np.intersect1d(counted, table))
+            once = int(np.isin(table, np.array(counted, np.int64)).sum())
             found.append(
                 TokenCount(
                     source=source,
