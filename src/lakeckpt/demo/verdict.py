@@ -121,8 +121,8 @@ def _agrees(report: AuditReport, counts: Sequence[TokenCount]) -> Check:
     return Check(
         claim="The audit of the ledger proves the same, with as many tokens in each epoch",
         holds=report.exactly_once and audited == recorded,
-        seen=f"{report.words}; a row is a sequence of {LENGTH}: "
-        f"{sum(audited.values()):,} tokens, {sum(recorded.values()):,} by the loop's records",
+        seen=f"{report.words} (rows are sequences: {sum(audited.values()):,} tokens, and {sum(recorded.values()):,} "
+        "by the loop's records)",
     )
 
 
