@@ -36,6 +36,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--on-new-version", default="keep")
     parser.add_argument("--endless", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--pack", type=int, help="tokens of a sequence; documents are read then, not rows")
     parser.add_argument("--many", action="store_true")
     parser.add_argument("--capture-every", type=int)
     return parser.parse_args()
@@ -45,6 +46,14 @@ def yielded(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """None to three rows of a row."""
     for part in range(int(row["id"]) % 4):
         yield {"id": int(row["id"]) * 4 + part, "x": row["x"]}
+
+
+def contents(batch: lakeckpt.Batch) -> tuple[torch.Tensor, list[list[int]]]:
+    """What the model gets, and the ids of each position: of its row, or the tokens of a packed sequence."""
+    if "tokens" not in batch:
+        return batch["x"], [[row] for row in batch["id"].tolist()]
+    real = zip(batch["tokens"], batch["loss_mask"], strict=True)
+    return batch["tokens"].float().mean(1), [tokens[mask].tolist() for tokens, mask in real]
 
 
 def main() -> None:
@@ -61,7 +70,7 @@ def main() -> None:
     dataset = lakeckpt.LakeDataset(
         args.table,
         batch_size=args.batch_size,
-        columns=["id", "x"],
+        columns=None if args.pack else ["id", "x"],
         shuffle=args.shuffle,
         seed=5,
         options=lakeckpt.ReadOptions(num_lanes=args.num_lanes, on_new_version=args.on_new_version),
@@ -69,6 +78,8 @@ def main() -> None:
         endless=args.endless,
         **({"transform": yielded, "rows": "many"} if args.many else {}),
     )
+    if args.pack:
+        dataset = lakeckpt.pack(dataset, length=args.pack, labels=True)
     loader = lakeckpt.LakeLoader(dataset, num_workers=args.workers)
     state = {"model": model, "optimizer": optimizer, "reader": loader}
     notes = Path(args.notes) / f"{args.attempt:03d}-{rank}.jsonl"
@@ -82,12 +93,13 @@ def main() -> None:
         batches = 0
         for _ in range(loader.epoch, 1 if args.endless else args.epochs):
             for batch in loader:
-                rows = len(batch["id"])
-                outputs = model.eval()(batch["x"][:, None]) if rows < 2 else model.train()(batch["x"][:, None])
+                inputs, ids = contents(batch)
+                rows = len(ids)
+                outputs = model.eval()(inputs[:, None]) if rows < 2 else model.train()(inputs[:, None])
                 (outputs.sum() / max(1, rows) * batch.receipt.weight).backward()
                 epochs = [span.epoch for span in batch.receipt.spans for _ in range(span.rows)]
                 epochs = [batch.receipt.epoch] * rows if args.many else epochs
-                used += zip(epochs, batch["id"].tolist(), strict=True)
+                used += [(epoch, one) for epoch, mine in zip(epochs, ids, strict=True) for one in mine]
                 batches += 1
                 if batches % args.accumulate:
                     continue
