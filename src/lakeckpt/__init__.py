@@ -14,6 +14,7 @@ _PUBLIC = {
     "Batch": "lakeckpt.data.batch",
     "CheckpointInfo": "lakeckpt.checkpoint.report",
     "CheckpointManager": "lakeckpt.checkpoint.manager",
+    "Follow": "lakeckpt.data.options",
     "Keep": "lakeckpt.checkpoint.keep",
     "ConsumptionWarning": "lakeckpt.data.place.deliveries",
     "LakeDataset": "lakeckpt.data.dataset",
@@ -42,6 +43,7 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointManager",
     "ConsumptionWarning",
+    "Follow",
     "Keep",
     "LakeDataset",
     "LakeLoader",
@@ -72,7 +74,7 @@ if TYPE_CHECKING:
     from lakeckpt.data.batch import Batch
     from lakeckpt.data.dataset import LakeDataset
     from lakeckpt.data.loader import LakeLoader
-    from lakeckpt.data.options import ReadOptions
+    from lakeckpt.data.options import Follow, ReadOptions
     from lakeckpt.data.place.deliveries import ConsumptionWarning, ReadAheadWarning
     from lakeckpt.data.prefetch import prefetch
     from lakeckpt.data.streams.pack import cumulative_lengths, pack

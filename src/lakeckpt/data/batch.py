@@ -1,6 +1,7 @@
 """This module defines what the training loop gets: `Batch`, a dict of columns with a receipt.
 
-It also makes lists of str of columns of text, and moves or pins the tensors of a batch. The module starts no threads.
+It also makes lists of str of columns of text, numbers batches, and moves or pins the tensors of a batch. The module
+starts no threads.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lakeckpt.core.receipts import Receipt
+from lakeckpt.errors import ConfigError
 from lakeckpt.reading.columns.ragged import Ragged
 
-__all__ = ["Batch", "is_text", "moved", "pinned", "texts"]
+__all__ = ["Batch", "is_text", "moved", "numbered", "pinned", "texts"]
 
 
 class Batch(dict[str, Any]):
@@ -92,3 +94,15 @@ def texts(column: Any) -> Any:
     if type(column) is dict:
         return {name: texts(one) for name, one in column.items()}
     return column.tolist() if type(column) is Ragged and column.kind == "str" else column
+
+
+def numbered(item: Any, receipt: Receipt, name: str) -> Any:
+    """Put the number of ``receipt`` into the dict ``item`` as ``name``, and return it; ConfigError: it cannot be."""
+    if not isinstance(item, dict) or name in item:
+        what = f"has a column {name!r}" if isinstance(item, dict) else f"is a {type(item).__name__}"
+        raise ConfigError(
+            f"receipt_column={name!r} adds a column of this name to each batch, which must be a dict without it, "
+            f"and the batch {what}. Name another one, or let the transform return a dict"
+        )
+    item[name] = receipt.number
+    return item

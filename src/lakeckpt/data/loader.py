@@ -10,7 +10,6 @@ of a loader is in `lakeckpt.data.place.reader`.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -24,9 +23,16 @@ from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
-from lakeckpt.data.batch import pinned
+from lakeckpt.data.batch import numbered, pinned
 from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.foreign.frameworks import EpochSetter, Prepared, check_counted, check_not_fetched_ahead, counts_steps
+from lakeckpt.data.foreign.frameworks import (
+    EpochSetter,
+    Prepared,
+    check_counted,
+    check_not_fetched_ahead,
+    counts_steps,
+    without_others,
+)
 from lakeckpt.data.options import flag, optional, whole
 from lakeckpt.data.place.reader import LoaderReader
 from lakeckpt.data.prefetch import Stage
@@ -126,7 +132,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             raise ConfigError(str(error)) from error
         self._restarts = dataset.epoch if flag("restart", restart) else None
         """The epoch of every iteration of a loader that restarts; None: it goes on."""
-        if restart and dataset.identity.endless:
+        if restart and (dataset.follow is not None or dataset.identity.endless):
             raise ConfigError("restart=True begins an epoch again, and an endless stream has no epochs")
         if restart:
             dataset._progress.deliveries.saved()  # its place is never saved, and that is no reason to warn
@@ -197,8 +203,12 @@ class LakeLoader(Prepared, DataLoader[Any]):
             del started  # before what it reads ahead is read otherwise
             started = self._begun()
         self._waiting = self._progress.begin_iteration()
-        items = self._deliver(self._waiting, started[1], stage)
-        return self._as_prepared(items, self._progress.plan.steps) if self._is_prepared else items
+        waiting, follows = self._waiting, self.dataset.follow is not None
+        items = self._deliver(waiting, started[1], stage)
+        if follows:
+            items = self.dataset._through(items, lambda: self._deliver(waiting, self._begun()[1], stage))
+        steps = None if follows else self._progress.plan.steps
+        return self._as_prepared(items, steps) if self._is_prepared else items
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_early": None}  # a copy begins anew
@@ -291,7 +301,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         return workers
 
     def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]], stage: Stage | None) -> Iterator[Any]:
-        progress = self._progress
+        progress, name = self._progress, self.receipt_column
         if iteration == self._follows:
             self._settle()
             iteration, found = progress.begin_iteration(), self._begun()[1]
@@ -304,23 +314,12 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self.dataset._carried.check(batch, receipt)
             if gives(receipt, self._row_wise):
                 progress.check(iteration)
-                item = batch if self.receipt_column is None else self._numbered(batch, receipt)
+                item = batch if name is None else numbered(batch, receipt, name)
                 progress.delivered(receipt)
                 yield item
             step = receipt.step + 1
             progress.check(iteration)
         progress.end(step)
-
-    def _numbered(self, item: Any, receipt: Receipt) -> Any:
-        name = self.receipt_column
-        if not isinstance(item, dict) or name in item:
-            what = f"has a column {name!r}" if isinstance(item, dict) else f"is a {type(item).__name__}"
-            raise ConfigError(
-                f"receipt_column={name!r} adds a column of this name to each batch, which must be a dict without it, "
-                f"and the batch {what}. Name another one, or let the transform return a dict"
-            )
-        item[name] = receipt.number
-        return item
 
     def _settle(self) -> None:
         self._progress.settle(self.topology[1], self.num_workers)
@@ -357,7 +356,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """
         self._check_goes_on()
         self._settle()
-        if at is None and self.identity.endless:
+        if at is None and (self.identity.endless or self.dataset.follow is not None):
             check_not_fetched_ahead()
         return self._progress.at(at).to_plain()
 
@@ -391,10 +390,4 @@ class LakeLoader(Prepared, DataLoader[Any]):
             raise StateUnavailable("a LakeLoader with restart=True begins anew in each iteration: it has no state")
 
 
-def _without_others(init: Any) -> inspect.Signature:
-    """The arguments that there are: frameworks that make a loader anew give it whatever its signature names."""
-    found = inspect.signature(init)
-    return found.replace(parameters=[one for one in found.parameters.values() if one.kind is not one.VAR_KEYWORD])
-
-
-LakeLoader.__init__.__signature__ = _without_others(LakeLoader.__init__)  # type: ignore[attr-defined]
+LakeLoader.__init__.__signature__ = without_others(LakeLoader.__init__)  # type: ignore[attr-defined]

@@ -33,14 +33,14 @@ from lakeckpt.errors import (
     TableVersionGone,
 )
 from lakeckpt.lake.formats.clients import asking, is_of_the_store, object_store_options
-from lakeckpt.lake.formats.model import PinnedFile, PinnedFiles
+from lakeckpt.lake.formats.model import Change, ChangeKind, PinnedFile, PinnedFiles
 from lakeckpt.lake.parquet.footer import Int64Array
 from lakeckpt.lake.storage.base import Storage, redact_uri, split_uri
 from lakeckpt.lake.table.column_mapping import ColumnMapping, StoredField
 from lakeckpt.lake.table.listing import common_root, open_root, paths_below
 from lakeckpt.lake.table.version import TableVersion
 
-__all__ = ["READER_FEATURES", "pin"]
+__all__ = ["READER_FEATURES", "changes", "pin"]
 
 READER_FEATURES = frozenset(
     {
@@ -64,13 +64,39 @@ _ID, _PHYSICAL = "delta.columnMapping.id", "delta.columnMapping.physicalName"
 def pin(
     place: str, *, version: int | str | None, storage_options: Mapping[str, Any] | None, threads: int
 ) -> PinnedFiles:
-    """Return what a version of the table at ``place`` consists of (`dispatch.pin`)."""
+    """Return what a version of the table at ``place`` consists of (`library.pin`)."""
     uri, storage = redact_uri(place), open_root(place, storage_options)
     if isinstance(version, str) or (version is not None and version < 0):
         raise ConfigError(f"version={version!r}: versions of the Delta table {uri!r} are numbers from 0")
     options = object_store_options(place, storage_options)
     table = _opened(place, version, options, uri)
     return _pinned(table, place, storage, uri)
+
+
+def changes(place: str, *, since: str, storage_options: Mapping[str, Any] | None) -> list[Change]:
+    """Return the versions after ``since`` (`library.changes`), by the commits in the log."""
+    uri, storage = redact_uri(place), open_root(place, storage_options)
+    newest = _opened(place, None, object_store_options(place, storage_options), uri).version()
+    return [
+        Change(version=str(number), kind=_kind(storage, number, uri)) for number in range(int(since) + 1, newest + 1)
+    ]
+
+
+def _kind(storage: Storage, number: int, uri: str) -> ChangeKind:
+    """Return what a commit did, by its actions: https://github.com/delta-io/delta/blob/master/PROTOCOL.md#actions."""
+    try:
+        lines = storage.read(f"{_LOG}/{number:020}.json").splitlines()
+    except ObjectMissing as error:
+        raise TableVersionGone(
+            f"version {number} of the Delta table {uri!r} is not in the log any more, so that what it added is not "
+            "known: keep the log for as long as a run may stand still (delta.logRetentionDuration), or begin a new run"
+        ) from error
+    actions = [action for line in lines if line.strip() for action in json.loads(line).items()]
+    added = {action["path"] for name, action in actions if name == "add" and action.get("dataChange", True)}
+    removed = {action["path"] for name, action in actions if name == "remove" and action.get("dataChange", True)}
+    if added or removed:
+        return "append" if not removed else "delete" if added <= removed else "rewrite"
+    return "compact" if any(name in ("add", "remove") for name, _ in actions) else "append"
 
 
 def _opened(place: str, version: int | None, options: dict[str, str], uri: str) -> DeltaTable:
