@@ -261,13 +261,14 @@ class LakeDataset(IterableDataset[Any]):
     def _through(self, first: Iterator[Any], more: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Yield the items of the tranche at hand, ``first``, and of each later one, as ``more`` delivers it.
 
-        Between two tranches, all ranks wait until there is another one.
+        Between two tranches, all ranks wait until there is another one; after the last rows that fill no step, they
+        look once.
         """
         yield from first
-        while self._versions.go_over(explicit=self._explicit_rank, dp_group=self._dp_group):
+        waits = True
+        while self._versions.go_over(waits=waits, explicit=self._explicit_rank, dp_group=self._dp_group):
             yield from more()
-            if self._progress.identity.tail == "short":
-                break
+            waits = self._progress.identity.tail != "short"
         self._progress.deliveries.end()
 
     def __getitem__(self, index: Any) -> Any:

@@ -26,73 +26,69 @@ from lakeckpt.data.place.broadcast import found_by_first
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.lake.table.index import TableIndex
-from lakeckpt.lake.table.joined import Part, joined, known_marks
+from lakeckpt.lake.table.joined import Added, Part, joined, known_marks
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 
-__all__ = ["Following", "rows_left"]
+__all__ = ["Look", "next_tranche", "rows_left"]
 
 Int64Array = npt.NDArray[np.int64]
 _NOTHING, _END, _TRANCHE, _LAST = b"n", b"e", b"t", b"l"
 
 
-class Following:
-    """Follows one table, as ``follow`` says."""
+def next_tranche(look: Look, *, explicit: tuple[int, int] | None, dp_group: Any) -> Pinned | None:
+    """Return the tranche that ``look`` finds on the first rank, once there is one; None where the stream ends.
 
-    def __init__(self, follow: Follow) -> None:
-        self._follow = follow
-
-    def next_tranche(
-        self, at_hand: Pinned, progress: Progress, *, explicit: tuple[int, int] | None, dp_group: Any
-    ) -> Pinned | None:
-        """Return the tranche after ``at_hand``, of which no full step is left; None where the stream ends (collective).
-
-        Waits until there is one. Raises on all ranks what the first rank raised.
-        """
-        look = _Look(self._follow, at_hand, progress)
-        while True:
-            found = found_by_first(look, explicit=explicit, dp_group=dp_group)
-            kind, data = found[:1], found[1:]
-            if kind == _END:
-                return None
-            if kind != _NOTHING:
-                return replace(at_hand.at(TableIndex.loads(data)), tail="short" if kind == _LAST else "carry")
-            time.sleep(self._follow.poll_every_s)
+    It is collective. Raises on all ranks what the first rank raised.
+    """
+    while True:
+        found = found_by_first(look, explicit=explicit, dp_group=dp_group)
+        kind, data = found[:1], found[1:]
+        if kind == _END:
+            return None
+        if kind != _NOTHING:
+            index = TableIndex.loads(data)
+            return replace(look.at_hand.at(index), tail="short" if kind == _LAST else "carry")
+        time.sleep(look.follow.poll_every_s)
 
 
-class _Look:
-    """Looks at the table for the first rank, again and again, until there is something to read."""
+class Look:
+    """Looks for the tranche after ``at_hand``, of which no full step is left."""
 
     def __init__(self, follow: Follow, at_hand: Pinned, progress: Progress) -> None:
-        self._follow, self._at_hand, self._progress = follow, at_hand, progress
-        self._seen = -1
+        self.follow, self.at_hand, self._progress = follow, at_hand, progress
+        self._known: list[str] | None = None
+        """The digests of what was found to be added at the last look, at which it was new at ``_since``."""
         self._since = 0.0
-        """When something was last added."""
+        self._index: TableIndex | None = None
+        self._rows = 0
 
     def __call__(self) -> bytes:
         """Return what was found, as one byte and the index of a tranche if there is one."""
-        index, rows = self._tranche()
-        if rows != self._seen:
-            self._seen, self._since = rows, time.monotonic()
-        if index is not None and self._progress.fills_step(rows):
-            return _TRANCHE + index.dumps()
-        most = self._follow.stop_after_idle_s
+        table = self.at_hand.table
+        assert table.added is not None
+        added = table.added(table.index, self.follow.ignore_deletes)
+        if self._known != (digests := [one.digest for one in added.indexes]):
+            self._known, self._since = digests, time.monotonic()
+            self._index = self._tranche(added)
+            self._rows = 0 if self._index is None else self.at_hand.at(self._index).identity().rows
+        if self._index is not None and self._progress.fills_step(self._rows):
+            return _TRANCHE + self._index.dumps()
+        most = self.follow.stop_after_idle_s
         if most is None or time.monotonic() - self._since < most:
             return _NOTHING
-        return _LAST + index.dumps() if index is not None and rows else _END
+        return _END if self._index is None or not self._rows else _LAST + self._index.dumps()
 
-    def _tranche(self) -> tuple[TableIndex | None, int]:
-        """Return the index of all rows that are left or new, and how many positions they have; None: there are none."""
-        table, before = self._at_hand.table, self._at_hand
-        assert table.added is not None
-        added = table.added(table.index, self._follow.ignore_deletes)
+    def _tranche(self, added: Added) -> TableIndex | None:
+        """Return the index of all rows that are left or new; None where there are none."""
+        table, before = self.at_hand.table, self.at_hand
         left = rows_left(before, self._progress.plan.rest(self._progress.state.step).begun[0])
-        parts = [Part(index=table.index, left=left), *(Part(index=one) for one in added.indexes)]
         if not left and not added.indexes:
-            return None, 0
+            return None
+        parts = [Part(index=table.index, left=left), *(Part(index=one) for one in added.indexes)]
         is_plain = table.index.version.format == "parquet"
         known = known_marks(table.index).union(*map(known_marks, added.indexes)) if is_plain else set()
-        index = joined(parts, version=added.version, known=known, needed=_needed(before)).excluding(table.exclude)
-        return index, before.at(index).identity().rows
+        found = joined(parts, version=added.version, known=known, needed=_needed(before))
+        return found.excluding(table.exclude)
 
 
 def _needed(pinned: Pinned) -> set[str] | None:

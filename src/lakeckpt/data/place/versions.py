@@ -12,14 +12,14 @@ does), and starts no threads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lakeckpt.core.plan import Plan, start
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.options import Follow, ReadOptions
 from lakeckpt.data.place.broadcast import found_by_first
-from lakeckpt.data.place.following import Following
+from lakeckpt.data.place.following import Look, next_tranche
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress, is_start
 from lakeckpt.data.source import BatchSource
@@ -50,6 +50,8 @@ def check_moves(table: Table, options: ReadOptions, *, endless: bool, follows: b
     named = "a version was named when the table was opened, or it was opened in another process"
     moves = "next_epoch" in (options.on_new_version, options.on_version_gone) or options.accept_changes
     if follows and (moves or table.added is None):
+        is_hudi = table.index.version.format == "hudi"
+        named = "writers of Hudi tables write files again as rows come" if is_hudi else named
         why = "leave on_new_version=, on_version_gone= and accept_changes= out" if moves else named
         raise ConfigError(f"follow= cannot be: {why}")
     if options.on_version_gone == "next_epoch" and endless:
@@ -71,7 +73,7 @@ class Versions:
         *,
         follow: Follow | None = None,
     ) -> None:
-        self.following = None if follow is None else Following(follow)
+        self._follow = follow
         self.at_hand = pinned
         self._source = source
         self._progress = progress
@@ -85,7 +87,7 @@ class Versions:
 
     def check_worker(self) -> None:
         """Raise ConfigError in a worker of another DataLoader, where versions move."""
-        if self.following is not None:
+        if self._follow is not None:
             raise ConfigError(
                 "follow= was given, and the workers of a torch DataLoader never learn of new files: use "
                 "lakeckpt.LakeLoader"
@@ -144,7 +146,7 @@ class Versions:
 
     def _fit_excluding(self, state: ReaderState, index: TableIndex, excluding: TableIndex) -> Fit:
         """Return how the rest of the epoch goes on with other excluded row groups; a rest is made of stored rows."""
-        if self.following is not None:
+        if self._follow is not None:
             raise StateMismatch(
                 f"exclude= of the table {self.at_hand.table.uri!r} is not as it was when the checkpoint was made, and "
                 "the table is followed: open it with the exclude= that it had, or begin a new run"
@@ -202,7 +204,7 @@ class Versions:
         if self.at_hand.table.index.rest is not None and not self._progress.in_rest:
             self._continue_with(self.at_hand.table.index.whole)
         is_new = self._is_new and not self._progress.was_loaded
-        if not self._moves and not (self.following is not None and is_new):
+        if not self._moves and not (self._follow is not None and is_new):
             return
         if not self._progress.at_start:
             self._is_new = False
@@ -218,14 +220,16 @@ class Versions:
         self._progress.move_to(pinned)
         self._go_to(pinned)
 
-    def go_over(self, *, explicit: tuple[int, int] | None, dp_group: Any) -> bool:
+    def go_over(self, *, waits: bool, explicit: tuple[int, int] | None, dp_group: Any) -> bool:
         """Go over to the next tranche of a growing table, once there is one (collective).
 
-        Returns False where nothing came for long enough, so that the stream ends. Raises on all ranks what looking for
+        Returns False where nothing came for long enough, so that the stream ends (unless it ``waits``: where nothing
+        is there). Raises on all ranks what looking for
         new files raised on the first rank.
         """
-        assert self.following is not None
-        pinned = self.following.next_tranche(self.at_hand, self._progress, explicit=explicit, dp_group=dp_group)
+        assert self._follow is not None
+        look = Look(self._follow if waits else replace(self._follow, stop_after_idle_s=0), self.at_hand, self._progress)
+        pinned = next_tranche(look, explicit=explicit, dp_group=dp_group)
         if pinned is not None:
             self._progress.go_over(pinned)
             self._go_to(pinned)

@@ -114,7 +114,7 @@ def open_table(
         storage=found.storage,
         index=index,
         reopen=None if named else again,
-        added=None if named else added,
+        added=None if named or kind == "hudi" else added,
         named=named,
         exclude=excluded,
     )
