@@ -30,6 +30,7 @@ _PUBLIC = {
     "cumulative_lengths": "lakeckpt.data.streams.pack",
     "errors": "lakeckpt.errors",
     "load": "lakeckpt.checkpoint.restore.load",
+    "merge_states": "lakeckpt.core.flows.plan",
     "open_table": "lakeckpt.lake.formats.dispatch",
     "pack": "lakeckpt.data.streams.pack",
     "prefetch": "lakeckpt.data.prefetch",
@@ -59,6 +60,7 @@ __all__ = [
     "cumulative_lengths",
     "errors",
     "load",
+    "merge_states",
     "open_table",
     "pack",
     "prefetch",
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from lakeckpt.checkpoint.manager import CheckpointManager
     from lakeckpt.checkpoint.report import CheckpointInfo, RestoreReport, SaveHandle
     from lakeckpt.checkpoint.restore.load import load
+    from lakeckpt.core.flows.plan import merge_states
     from lakeckpt.core.receipts import Receipt
     from lakeckpt.data.batch import Batch
     from lakeckpt.data.dataset import LakeDataset

@@ -135,7 +135,11 @@ class StreamDeal:
         """See `lakeckpt.core.lanes.Deal`."""
         turn, lane = divmod(micro_batch - self.first, self.num_lanes)
         start = turn * self.batch_size
-        pieces = self._pieces(lane, start, start + self.batch_size)
+        return self.lane_spans(lane, start, start + self.batch_size)
+
+    def lane_spans(self, lane: int, start: int, stop: int) -> list[Span]:
+        """Return the ``start``-th to ``stop``-th (exclusive) positions of ``lane``, over epoch borders."""
+        pieces = self._pieces(lane, start, stop)
         return [span for epoch, positions in pieces for span in spans_of(epoch, positions)]
 
     def rows_of(self, start: int, stop: int) -> int:
@@ -144,7 +148,10 @@ class StreamDeal:
 
     def rest(self, micro_batch: int) -> Rest:
         """See `lakeckpt.core.lanes.Deal`."""
-        done = turns(micro_batch - self.first, self.num_lanes) * self.batch_size
+        return self.rest_of(turns(micro_batch - self.first, self.num_lanes) * self.batch_size)
+
+    def rest_of(self, done: Int64Array) -> Rest:
+        """Return what is left when each lane has given its first ``done`` rows: int64, shape (num_lanes,)."""
         reached = [self._unit_of(lane, int(done[lane])) for lane in range(self.num_lanes)]
         lefts, entered = [], max(min(reached), len(self._begun)) - 1
         for index in range(min(reached), max(max(reached) + 1, len(self._begun))):
