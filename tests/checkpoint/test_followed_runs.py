@@ -67,15 +67,18 @@ def test_a_killed_run_counts_every_row_once_and_its_audit_and_its_steps_say_so(
     history = History(tmp_path, **dataset)
     history.lake.append(40)
     appends = {step: chance.randrange(1, 30) for step in range(2, 40, 3)}
-    while not history.attempt(
-        chance.randrange(1, 14),
-        appends,
-        every=chance.randrange(1, 4),
-        batch_size=chance.randrange(2, 6),
-        num_lanes=chance.choice([None, 1, 2, 3]),
-        workers=chance.choice([0, 0, 0, 1]),
-    ):
-        pass
+    ends = 0
+    while ends < 3:
+        ends += history.attempt(
+            chance.randrange(1, 14),
+            appends,
+            every=chance.randrange(1, 4),
+            batch_size=chance.randrange(2, 6),
+            num_lanes=chance.choice([None, 1, 2, 3]),
+            workers=chance.choice([0, 0, 0, 1]),
+        )
+        if ends in (1, 2):
+            history.lake.append(7)
     first = 10 if "filters" in dataset else 0
     assert sorted(history.ids) == list(range(first, history.lake.rows))
     report = history.audited()
@@ -191,3 +194,12 @@ def test_only_what_was_added_is_written_for_a_tranche(tmp_path: Path) -> None:
     report = history.audited()
     assert [one.rows for one in report.readers[0].epochs] == [120, 4]
     assert report.verdict == "proved"
+
+
+def test_the_place_in_a_tranche_is_not_carried_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    history = History(tmp_path)
+    history.lake.append(40)
+    assert not history.attempt(4, {})
+    history.lake.append(2)
+    assert main(["plan", str(history.lake.folder), "--remap", str(history.run), "--key", "id"]) != 0
+    assert "follows a growing table" in capsys.readouterr().err

@@ -32,7 +32,8 @@ class Growing:
         self.folder.mkdir(parents=True, exist_ok=True)
         count = len(self.files)
         path = self.folder / f"{count * 7 % 10}-{count}.parquet"
-        pq.write_table(pa.table({"id": range(self.rows, self.rows + rows)}), path, row_group_size=7)
+        ids = pa.array(range(self.rows, self.rows + rows), pa.int64())
+        pq.write_table(pa.table({"id": ids}), path, row_group_size=7)
         self.rows += rows
         self.files.append(path)
 
@@ -81,7 +82,7 @@ class Run:
     def attempt(self, ranks: int, steps: int, appends: dict[int, int], *, lost: int = 0, **dataset: Any) -> bool:
         """Go on for ``steps`` steps, of which the last ``lost`` are rolled back; return whether the stream ended.
 
-        ``appends``: rows that are added after a step, by the step of the history.
+        ``appends``: rows that are added after a step, by the step of the history. They are removed from it.
         """
         with ranks_in_one_process():
             loaders = [
@@ -100,7 +101,7 @@ class Run:
                     assert batches == [None] * ranks
                     return True
                 self._note(loaders, batches)
-                if (rows := appends.get(len(self.steps))) is not None:
+                if (rows := appends.pop(len(self.steps), None)) is not None:
                     self.lake.append(rows)
         kept = max(len(self.steps) - lost, before if lost else 0)
         del self.steps[kept:], self.states[kept:]

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -47,20 +48,23 @@ ATTEMPTS = st.tuples(
 @settings(max_examples=40)
 @given(
     first=st.integers(0, 60),
-    attempts=st.lists(ATTEMPTS, max_size=5),
-    appends=st.dictionaries(st.integers(1, 40), st.integers(0, 40), max_size=8),
+    attempts=st.lists(ATTEMPTS, min_size=1, max_size=6),
+    every=st.integers(1, 4),
+    appended=st.lists(st.integers(0, 30), min_size=4, max_size=12),
     how=st.fixed_dictionaries({"shuffle": st.booleans(), "shuffle_window": st.integers(1, 4)}),
     keeps=st.sampled_from([None, 3]),
 )
 def test_any_history_of_appends_topologies_and_kills_counts_every_row_once(
-    first: int, attempts: list[Any], appends: dict[int, int], how: dict[str, Any], keeps: int | None
+    first: int, attempts: list[Any], every: int, appended: list[int], how: dict[str, Any], keeps: int | None
 ) -> None:
+    appends = {every * number: rows for number, rows in enumerate(appended, 1)}
     filters = None if keeps is None else pc.field("id") - pc.field("id") / 3 * 3 != 0
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Growing(Path(folder, "lake")), {**how, "filters": filters})
         run.lake.append(first)
         for ranks, steps, lost, dataset in attempts:
-            run.attempt(ranks, steps, appends, lost=lost, **dataset)
+            if run.attempt(ranks, steps, appends, lost=lost, **dataset):
+                run.lake.append(9)
         while not run.attempt(1, 1000, appends):
             pass
         for row in range(run.lake.rows):
@@ -206,11 +210,15 @@ def test_a_file_that_was_written_again_is_refused(lake: Growing, ignores: bool) 
 def test_columns_that_are_read_stay_as_they_were(lake: Growing) -> None:
     loader = follower(lake.folder)
     assert len(some(loader, 10)) == 10
-    more = pa.table({"id": [40, 41, 42, 43], "more": ["x"] * 4})
-    pq.write_table(more, lake.folder / "wide.parquet")
-    assert list(some(loader, 1)[0]) == ["id"]
-    pq.write_table(pa.table({"id": pa.array(range(4), pa.int32())}), lake.folder / "narrow.parquet")
-    with pytest.raises(SchemaError, match=r"'id' of the files that were added .* it is int32"):
+    pq.write_table(pa.table({"id": [40, 41, 42, 43], "more": ["x"] * 4}), lake.folder / "more.parquet")
+    (batch,) = some(loader, 1)
+    assert list(batch) == ["id"]
+    narrow = pa.table({"id": pa.array(range(44, 48), pa.int32())})
+    pq.write_table(narrow, lake.folder / "narrow.parquet")
+    (batch,) = some(loader, 1)
+    assert (batch["id"].dtype, sorted(batch["id"].tolist())) == (torch.int64, [44, 45, 46, 47])
+    pq.write_table(pa.table({"id": ["48"] * 4}), lake.folder / "text.parquet")
+    with pytest.raises(SchemaError, match=r"'id' of the files that were added .* it is string, and int64 in earlier"):
         next(iter(loader))
 
 

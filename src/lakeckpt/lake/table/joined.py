@@ -107,7 +107,7 @@ def joined(
     """Return one index of the files of ``parts``, at least one, which have no file in common.
 
     ``known`` are the marks to keep (`TableIndex.known`). The schema has the columns of the first part. `SchemaError`
-    where a later part lacks one of them that is ``needed`` (None: all are), or has it in another type.
+    where a later part lacks one of them that is ``needed`` (None: all are), or has it in a wider or another type.
     """
     schema = _schema(parts, needed)
     files = sorted(
@@ -169,5 +169,16 @@ def _schema(parts: Sequence[Part], needed: Collection[str] | None) -> pa.Schema:
 def _problem(column: pa.Field, others: Sequence[pa.Field], count: int) -> str:
     if len(others) < count:
         return "it is missing"
-    other = next((one.type for one in others if one.type != column.type), None)
+    other = next((one.type for one in others if not _fits(one, column)), None)
     return "" if other is None else f"it is {other}, and {column.type} in earlier files"
+
+
+def _fits(other: pa.Field, column: pa.Field) -> bool:
+    """Return whether the type of ``column`` holds all values of the type of ``other``, as in a table of both files."""
+    if other.type == column.type:
+        return True
+    try:
+        both = pa.unify_schemas([pa.schema([column]), pa.schema([other])], promote_options="permissive")
+    except (pa.ArrowException, TypeError):
+        return False
+    return bool(both.field(0).type == column.type)
