@@ -16,6 +16,7 @@ _PUBLIC = {
     "CheckpointManager": "lakeckpt.checkpoint.manager",
     "Follow": "lakeckpt.data.options",
     "Keep": "lakeckpt.checkpoint.keep",
+    "MixedReceipt": "lakeckpt.core.streams.mixture",
     "ConsumptionWarning": "lakeckpt.data.place.deliveries",
     "LakeDataset": "lakeckpt.data.dataset",
     "LakeLoader": "lakeckpt.data.loader",
@@ -31,6 +32,7 @@ _PUBLIC = {
     "errors": "lakeckpt.errors",
     "load": "lakeckpt.checkpoint.restore.load",
     "merge_states": "lakeckpt.core.flows.plan",
+    "mix": "lakeckpt.data.streams.mix",
     "open_table": "lakeckpt.lake.formats.dispatch",
     "pack": "lakeckpt.data.streams.pack",
     "prefetch": "lakeckpt.data.prefetch",
@@ -48,6 +50,7 @@ __all__ = [
     "Keep",
     "LakeDataset",
     "LakeLoader",
+    "MixedReceipt",
     "Ragged",
     "ReadAheadWarning",
     "ReadOptions",
@@ -61,6 +64,7 @@ __all__ = [
     "errors",
     "load",
     "merge_states",
+    "mix",
     "open_table",
     "pack",
     "prefetch",
@@ -74,12 +78,14 @@ if TYPE_CHECKING:
     from lakeckpt.checkpoint.restore.load import load
     from lakeckpt.core.flows.plan import merge_states
     from lakeckpt.core.receipts import Receipt
+    from lakeckpt.core.streams.mixture import MixedReceipt
     from lakeckpt.data.batch import Batch
     from lakeckpt.data.dataset import LakeDataset
     from lakeckpt.data.loader import LakeLoader
     from lakeckpt.data.options import Follow, ReadOptions
     from lakeckpt.data.place.deliveries import ConsumptionWarning, ReadAheadWarning
     from lakeckpt.data.prefetch import prefetch
+    from lakeckpt.data.streams.mix import mix
     from lakeckpt.data.streams.pack import cumulative_lengths, pack
     from lakeckpt.data.transform import TransformContext
     from lakeckpt.lake.formats.dispatch import open_table

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakeckpt import Follow, LakeDataset, LakeLoader, ReadOptions, open_table, pack, prefetch
+from lakeckpt import Follow, LakeDataset, LakeLoader, ReadOptions, mix, open_table, pack, prefetch
 from lakeckpt.errors import (
     ConfigError,
     DataFileChanged,
@@ -364,8 +364,10 @@ def test_a_followed_dataset_has_no_epochs_no_length_and_no_packing(lake: Growing
         len(LakeLoader(dataset))
     with pytest.raises(ConfigError, match="no epochs"):
         LakeLoader(dataset, restart=True)
-    with pytest.raises(ConfigError, match="packed"):
+    with pytest.raises(ConfigError, match="neither packed nor mixed"):
         pack(dataset, length=4)
+    with pytest.raises(ConfigError, match="neither packed nor mixed"):
+        mix({"one": (dataset, 1.0)})
     with pytest.raises(LakeckptError, match="follow= was given"):
         dataset._versions.check_worker()
 

@@ -1,7 +1,6 @@
 """This module defines what the training loop gets: `Batch`, a dict of columns with a receipt.
 
-It also makes lists of str of columns of text, numbers batches, and moves or pins the tensors of a batch. The module
-starts no threads.
+It also makes lists of str of columns of text, and moves or pins the tensors of a batch. The module starts no threads.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.columns.ragged import Ragged
 
-__all__ = ["Batch", "is_text", "moved", "numbered", "pinned", "texts"]
+__all__ = ["Batch", "checked_number_column", "is_text", "moved", "numbered", "pinned", "texts"]
 
 
 class Batch(dict[str, Any]):
@@ -84,6 +83,28 @@ def pinned(value: Any) -> Any:
     return Batch(columns, value.__dict__.get("receipt"))
 
 
+def checked_number_column(name: Any, *, row_wise: bool) -> str | None:
+    """Return ``name``, under which `numbered` puts numbers into batches, or None; ConfigError where it cannot be."""
+    if name is not None and (not isinstance(name, str) or row_wise):
+        raise ConfigError(
+            f"receipt_column is a name, and needs a dataset with a batch_size; got {name!r}"
+            + (" for single rows" if row_wise else "")
+        )
+    return name
+
+
+def numbered(item: Any, name: str, number: int) -> Any:
+    """Return the batch ``item`` with ``number`` under ``name``; ConfigError where it cannot hold it."""
+    if not isinstance(item, dict) or name in item:
+        what = f"has a column {name!r}" if isinstance(item, dict) else f"is a {type(item).__name__}"
+        raise ConfigError(
+            f"receipt_column={name!r} adds a column of this name to each batch, which must be a dict without it, "
+            f"and the batch {what}. Name another one, or let the transform return a dict"
+        )
+    item[name] = number
+    return item
+
+
 def is_text(value: Any) -> bool:
     """Return whether ``value`` is a column of texts, by its first row."""
     return type(value) is list and bool(value) and type(value[0]) is str
@@ -94,15 +115,3 @@ def texts(column: Any) -> Any:
     if type(column) is dict:
         return {name: texts(one) for name, one in column.items()}
     return column.tolist() if type(column) is Ragged and column.kind == "str" else column
-
-
-def numbered(item: Any, receipt: Receipt, name: str) -> Any:
-    """Put the number of ``receipt`` into the dict ``item`` as ``name``, and return it; ConfigError: it cannot be."""
-    if not isinstance(item, dict) or name in item:
-        what = f"has a column {name!r}" if isinstance(item, dict) else f"is a {type(item).__name__}"
-        raise ConfigError(
-            f"receipt_column={name!r} adds a column of this name to each batch, which must be a dict without it, "
-            f"and the batch {what}. Name another one, or let the transform return a dict"
-        )
-    item[name] = receipt.number
-    return item

@@ -23,7 +23,7 @@ from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
-from lakeckpt.data.batch import numbered, pinned
+from lakeckpt.data.batch import checked_number_column, numbered, pinned
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.foreign.frameworks import (
     EpochSetter,
@@ -34,9 +34,11 @@ from lakeckpt.data.foreign.frameworks import (
     without_others,
 )
 from lakeckpt.data.options import flag, optional, whole
-from lakeckpt.data.place.reader import LoaderReader
+from lakeckpt.data.place.mixed import MixedProgress
+from lakeckpt.data.place.reader import LoaderReader, sources_of
 from lakeckpt.data.prefetch import Stage
 from lakeckpt.data.source import gives
+from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.data.workers.pool import Workers
 from lakeckpt.data.workers.reader import Beginning
 from lakeckpt.errors import ConfigError, StateUnavailable
@@ -55,6 +57,7 @@ _ELSEWHERE = {
     "in_order": "the order of rows never depends on workers",
 }
 """The arguments of a DataLoader that a LakeLoader does not have, and where they went."""
+_RESTARTS = "a LakeLoader with restart=True begins anew in each iteration: it has no state"
 
 
 class LakeLoader(Prepared, DataLoader[Any]):
@@ -114,10 +117,9 @@ class LakeLoader(Prepared, DataLoader[Any]):
             raise ConfigError(f"LakeLoader has no {name}=: {_ELSEWHERE[name]}")
         if not isinstance(dataset, LakeDataset):
             raise ConfigError(f"LakeLoader reads a lakeckpt.LakeDataset, got {type(dataset).__name__}")
-        num_workers = whole("num_workers", num_workers)
         prefetch_factor = optional("prefetch_factor", prefetch_factor)
         options: dict[str, Any] = {
-            "num_workers": num_workers,
+            "num_workers": whole("num_workers", num_workers),
             "pin_memory": pin_memory,
             "prefetch_factor": prefetch_factor,
             "persistent_workers": persistent_workers,
@@ -132,19 +134,14 @@ class LakeLoader(Prepared, DataLoader[Any]):
             raise ConfigError(str(error)) from error
         self._restarts = dataset.epoch if flag("restart", restart) else None
         """The epoch of every iteration of a loader that restarts; None: it goes on."""
-        if restart and (dataset.follow is not None or dataset.identity.endless):
-            raise ConfigError("restart=True begins an epoch again, and an endless stream has no epochs")
         if restart:
+            if dataset.follow is not None or dataset.identity.endless:
+                raise ConfigError("restart=True begins an epoch again, and an endless stream has no epochs")
             dataset._progress.deliveries.saved()  # its place is never saved, and that is no reason to warn
         object.__setattr__(self, "sampler", EpochSetter(self._framework_epoch))  # torch's own refuses another one
         self._progress = dataset._progress
         self._row_wise = dataset.row_wise
-        if receipt_column is not None and (not isinstance(receipt_column, str) or self._row_wise):
-            raise ConfigError(
-                f"receipt_column is a name, and needs a dataset with a batch_size; got {receipt_column!r}"
-                + (" for single rows" if self._row_wise else "")
-            )
-        self.receipt_column = receipt_column
+        self.receipt_column = checked_number_column(receipt_column, row_wise=self._row_wise)
         self._own_generator = torch.Generator() if generator is None else None
         self._ahead = prefetch_factor
         self._workers: Workers | None = None
@@ -202,13 +199,11 @@ class LakeLoader(Prepared, DataLoader[Any]):
         if started is None or is_dead or started[0] != self._place():
             del started  # before what it reads ahead is read otherwise
             started = self._begun()
-        self._waiting = self._progress.begin_iteration()
-        waiting, follows = self._waiting, self.dataset.follow is not None
+        self._waiting = waiting = self._progress.begin_iteration()
         items = self._deliver(waiting, started[1], stage)
-        if follows:
+        if follow := self.dataset.follow:
             items = self.dataset._through(items, lambda: self._deliver(waiting, self._begun()[1], stage))
-        steps = None if follows else self._progress.plan.steps
-        return self._as_prepared(items, steps) if self._is_prepared else items
+        return self._as_prepared(items, None if follow else self._progress.plan.steps) if self._is_prepared else items
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_early": None}  # a copy begins anew
@@ -252,9 +247,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def _begun(self) -> tuple[Any, Iterator[tuple[Receipt, Any]]]:
         """Return the place where the next iteration begins, and what it will deliver, which is read from now on."""
         rank = self.topology[0]
-        assignments = self._progress.assignments(rank)
         self._seed_workers(rank)
-        return self._place(), self._found(assignments, rank)
+        return self._place(), self._found(self._progress.assignments(rank), rank)
 
     def _place(self) -> Any:
         return self._progress.state, self.topology, os.getpid()
@@ -269,8 +263,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def _found(self, assignments: Iterator[Assignment], rank: int) -> Iterator[tuple[Receipt, Any]]:
         """Return what is left of the epoch, which is read ahead from now on."""
         if self.num_workers:
-            beginning = Beginning(state=self._progress.state, rank=rank)
-            return self._started().read(assignments, beginning)
+            return self._started().read(assignments, Beginning(state=self._progress.state, rank=rank))
         found: Iterator[tuple[Receipt, Any]] = Ahead(self.dataset._source, assignments)
         if self.pin_memory and torch.accelerator.is_available():
             return ((receipt, pinned(batch)) for receipt, batch in found)
@@ -301,24 +294,27 @@ class LakeLoader(Prepared, DataLoader[Any]):
         return workers
 
     def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]], stage: Stage | None) -> Iterator[Any]:
-        progress, name = self._progress, self.receipt_column
+        progress = self._progress
         if iteration == self._follows:
             self._settle()
             iteration, found = progress.begin_iteration(), self._begun()[1]
         # Checked before anything is taken: with persistent workers a newer iterator goes on with them.
         progress.check(iteration)
-        step = progress.state.step
+        step, replanned = progress.state.step, progress.replanned
         found = found if stage is None else stage(found)
         while (pulled := next(found, None)) is not None:
             receipt, batch = pulled
             self.dataset._carried.check(batch, receipt)
             if gives(receipt, self._row_wise):
                 progress.check(iteration)
-                item = batch if name is None else numbered(batch, receipt, name)
+                item = batch if self.receipt_column is None else numbered(batch, self.receipt_column, receipt.number)
                 progress.delivered(receipt)
                 yield item
             step = receipt.step + 1
             progress.check(iteration)
+            if progress.replanned != replanned:
+                replanned, again = progress.replanned, self._begun()[1]
+                found = again if stage is None else stage(again)
         progress.end(step)
 
     def _settle(self) -> None:
@@ -345,6 +341,15 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._early = None
         self.dataset.rewind()
 
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Give the sources of a `lakeckpt.mix`, each of which ``weights`` names, other weights from the next step on.
+        Every rank must do so at the same step. What was read ahead is read anew. Raises ConfigError."""
+        if not isinstance(self._progress, MixedProgress):
+            raise ConfigError("set_weights changes the weights of a lakeckpt.mix, and this loader reads one dataset")
+        self._settle()
+        self._progress.set_weights(weights)
+        self._early = None
+
     # --- state
 
     def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
@@ -356,7 +361,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """
         self._check_goes_on()
         self._settle()
-        if at is None and (self.identity.endless or self.dataset.follow is not None):
+        if at is None and (self.dataset.follow is not None or self.identity.endless):
             check_not_fetched_ahead()
         return self._progress.at(at).to_plain()
 
@@ -367,8 +372,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
         StateError where it is none of a LakeLoader, or none that a job comes to.
         """
         self._check_goes_on()
-        found, counts = ReaderState.from_plain(state), counts_steps()
-        if counts:
+        found, counts = self._progress.read(state), counts_steps()
+        if counts and isinstance(found, ReaderState):
             check_counted(found, self.topology[1])
         self._progress.load(found)
         self._early = None
@@ -379,15 +384,17 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def _reader(self) -> LoaderReader:
         """The side that checkpoint managers see (`lakeckpt.tracking.readers`); ConfigError where nothing is to save."""
         if self._restarts is not None:
-            raise ConfigError(
-                "a LakeLoader with restart=True begins anew in each iteration: it has no state, so leave it out of the "
-                "manager's state"
-            )
-        return LoaderReader(self)
+            raise ConfigError(f"{_RESTARTS}, so leave it out of the manager's state")
+        return LoaderReader(self, self.dataset)
+
+    @property
+    def _readers(self) -> dict[str, LoaderReader]:
+        """The sides that checkpoint managers see, by what is added to the loader's name: one for each source."""
+        return sources_of(self, self.dataset.sources) if isinstance(self.dataset, MixedDataset) else {"": self._reader}
 
     def _check_goes_on(self) -> None:
         if self._restarts is not None:
-            raise StateUnavailable("a LakeLoader with restart=True begins anew in each iteration: it has no state")
+            raise StateUnavailable(_RESTARTS)
 
 
 LakeLoader.__init__.__signature__ = without_others(LakeLoader.__init__)  # type: ignore[attr-defined]

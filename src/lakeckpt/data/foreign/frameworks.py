@@ -192,6 +192,7 @@ class EpochSetter(Sampler[None]):
 
 
 def without_others(init: Any) -> inspect.Signature:
-    """The arguments that there are: frameworks that make a loader anew give it whatever its signature names."""
+    """Return the signature of ``init`` without ``**others``: frameworks that make a loader anew give it whatever its
+    signature names."""
     found = inspect.signature(init)
     return found.replace(parameters=[one for one in found.parameters.values() if one.kind is not one.VAR_KEYWORD])
