@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakeckpt import Follow, LakeDataset, LakeLoader, ReadOptions, mix, open_table, pack, prefetch
+from lakeckpt import Follow, LakeDataset, LakeLoader, ReadOptions, Table, mix, open_table, pack, prefetch
+from lakeckpt.data.place import selecting
 from lakeckpt.errors import (
     ConfigError,
     DataFileChanged,
@@ -25,6 +26,7 @@ from lakeckpt.errors import (
     TableError,
     TableRewritten,
 )
+from lakeckpt.reading.filters.row_filter import RowFilter
 from tests.data.growing import AT_ONCE, Growing, Run, follower, ranks_in_one_process
 from tests.data.reading import as_json, flat, some
 from tests.tracking.processes import run_processes
@@ -138,6 +140,23 @@ def test_the_state_stays_small_and_its_place_is_a_tranche_and_a_step(lake: Growi
     assert state["epoch"] >= 5
     assert len(str(state)) < 600
     assert state["identity"]["rows"] == 3 or state["identity"]["rows"] < 40  # type: ignore[index]
+
+
+def test_a_filter_is_counted_once_for_each_tranche(lake: Growing, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, real = list[int](), selecting.count_rows
+
+    def count(table: Table, keep: RowFilter) -> Any:
+        counted.append(table.num_rows)
+        return real(table, keep)
+
+    monkeypatch.setattr(selecting, "count_rows", count)
+    found = []
+    for number, batch in enumerate(follower(lake.folder, filters=[("id", ">=", 10)])):
+        found += batch["id"].tolist()
+        if number == 1:
+            lake.append(20)
+    assert sorted(found) == list(range(10, 60))
+    assert counted == [40, 22, 2]  # two rows were left of the first tranche, and two of the second
 
 
 # --- waiting
@@ -360,8 +379,11 @@ def test_a_followed_dataset_has_no_epochs_no_length_and_no_packing(lake: Growing
         dataset.rewind()
     with pytest.raises(ConfigError, match="no epoch"):
         dataset.set_epoch(2)
+    loader = LakeLoader(dataset)
+    loader.sampler.set_epoch(2)  # a framework counts its own
+    assert loader.epoch == 0
     with pytest.raises(TypeError, match="no length"):
-        len(LakeLoader(dataset))
+        len(loader)
     with pytest.raises(ConfigError, match="no epochs"):
         LakeLoader(dataset, restart=True)
     with pytest.raises(ConfigError, match="neither packed nor mixed"):

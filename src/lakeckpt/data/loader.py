@@ -328,8 +328,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._restarts = epoch
 
     def _framework_epoch(self, epoch: int) -> None:
-        """Go to the epoch that a framework begins; it may have asked for an iterator already."""
-        if epoch == self.epoch:
+        """Go to the epoch that a framework begins, if there are any; it may have asked for an iterator already."""
+        if self.dataset.follow or epoch == self.epoch:
             return
         is_newest = self._progress.is_newest(self._waiting)
         self.set_epoch(epoch)

@@ -211,6 +211,9 @@ def test_hudi_tables_and_named_versions_are_not_followed(tmp_path: Path, root: P
         follower(tmp_path / "h")
     with pytest.raises(ConfigError, match="follow= cannot be: a version was named"):
         LakeDataset(open_table(root, version=0), batch_size=2, follow=True)
+    made = warehouse(tmp_path / "w").create_table("db.t", SCHEMA)
+    with pytest.raises(ConfigError, match="or a metadata file"):
+        follower(made.metadata_location)  # type: ignore[arg-type]
 
 
 def test_only_the_footers_of_added_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.joined import Added, Part, joined, known_marks
+from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 
 __all__ = ["Look", "next_tranche", "rows_left"]
@@ -46,8 +47,10 @@ def next_tranche(look: Look, *, explicit: tuple[int, int] | None, dp_group: Any)
         if kind == _END:
             return None
         if kind != _NOTHING:
-            index = TableIndex.loads(data)
-            return replace(look.at_hand.at(index), tail="short" if kind == _LAST else "carry")
+            made = replace(look.at_hand.at(TableIndex.loads(data)), tail="short" if kind == _LAST else "carry")
+            if look.counted is not None:
+                made.offer(look.counted)
+            return made
         time.sleep(look.follow.poll_every_s)
 
 
@@ -61,6 +64,8 @@ class Look:
         self._since = 0.0
         self._index: TableIndex | None = None
         self._rows = 0
+        self.counted: RowSelection | None = None
+        """On the first rank, the rows that the filter keeps of what was found."""
 
     def __call__(self) -> bytes:
         """Return what was found, as one byte and the index of a tranche if there is one."""
@@ -70,7 +75,8 @@ class Look:
         if self._known != (digests := [one.digest for one in added.indexes]):
             self._known, self._since = digests, time.monotonic()
             self._index = self._tranche(added)
-            self._rows = 0 if self._index is None else self.at_hand.at(self._index).identity().rows
+            found = None if self._index is None else self.at_hand.at(self._index)
+            self._rows, self.counted = (0, None) if found is None else (found.identity().rows, found.selection)
         if self._index is not None and self._progress.fills_step(self._rows):
             return _TRANCHE + self._index.dumps()
         most = self.follow.stop_after_idle_s

@@ -46,8 +46,6 @@ class Progress:
         self.last_receipt: Receipt | None = None
         self.over = False
         """True once the loop has seen the end of the epoch at hand."""
-        self.was_loaded = False
-        """True once a state was loaded, which names the version of the table that all ranks read."""
         self._batch_size, self._num_lanes, self._row_wise = batch_size, num_lanes, row_wise
         self._accept = accept_changes
         self._first_epoch = 0
@@ -187,7 +185,7 @@ class Progress:
                 + f". Open the dataset with the values of the state{_override(differences)}"
             )
         check_place(given, ahead=ahead)
-        self._identity, self.was_loaded = mine, True
+        self._identity = mine
         if mine.tail != state.identity.tail:
             state = rebase(state, identity)
         self.last_receipt = None

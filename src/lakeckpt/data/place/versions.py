@@ -47,7 +47,7 @@ class Fit:
 
 def check_moves(table: Table, options: ReadOptions, *, endless: bool, follows: bool) -> None:
     """Raise `ConfigError` where ``options`` ask for moves between versions that cannot be made."""
-    named = "a version was named when the table was opened, or it was opened in another process"
+    named = "a version was named when the table was opened (or a metadata file), or it was opened in another process"
     moves = "next_epoch" in (options.on_new_version, options.on_version_gone) or options.accept_changes
     if follows and (moves or table.added is None):
         is_hudi = table.index.version.format == "hudi"
@@ -203,8 +203,7 @@ class Versions:
         """
         if self.at_hand.table.index.rest is not None and not self._progress.in_rest:
             self._continue_with(self.at_hand.table.index.whole)
-        is_new = self._is_new and not self._progress.was_loaded
-        if not self._moves and not (self._follow is not None and is_new):
+        if not self._moves and (self._follow is None or not self._is_new):
             return
         if not self._progress.at_start:
             self._is_new = False

@@ -24,7 +24,7 @@ from lakeckpt.lake.storage.base import Storage, split_uri
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import FILESYSTEM, open_storage, with_filesystem
 from lakeckpt.lake.table.index import TableIndex
-from lakeckpt.lake.table.listing import Found, Source, find_files
+from lakeckpt.lake.table.listing import METADATA_FILES, Found, Source, find_files
 from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
 from lakeckpt.lake.table.version import TableFormat
 
@@ -109,12 +109,13 @@ def open_table(
     is_plain = kind == "parquet"
     added = partial(added_files, cast(Source, source), **of) if is_plain else partial(added_versions, kind, place, **of)
     named = version is not None
+    is_fixed = kind == "hudi" or (isinstance(place, str) and place.endswith(METADATA_FILES))
     return Table(
         uri=found.uri,
         storage=found.storage,
         index=index,
         reopen=None if named else again,
-        added=None if named or kind == "hudi" else added,
+        added=None if named or is_fixed else added,
         named=named,
         exclude=excluded,
     )

@@ -46,8 +46,8 @@ class Table:
     """Opens the newest version; None where a version was named, and in other processes."""
     added: Callable[[TableIndex, bool], Added] | None = field(default=None, repr=False)
     """Finds what was added since the version of an index (`lakeckpt.lake.formats.appends`); the flag says whether
-    deletes are ignored. None as for ``reopen``, and
-    of Hudi tables."""
+    deletes are ignored. None as for ``reopen``, of
+    Hudi tables, and where a metadata file of Iceberg was opened."""
     named: bool = False
     """True if a version was named when the table was opened."""
     exclude: tuple[tuple[str, int], ...] = ()
