@@ -94,15 +94,17 @@ class Run:
                 loader.dataset._versions.repin(index)
                 loader.load_state_dict(as_json(state))
             iterators = [iter(loader) for loader in loaders]
-            before = len(self.steps)
+            before, rows = len(self.steps), len(self.ids)
             for _ in range(steps):
                 batches = [next(one, None) for one in iterators]
                 if batches[0] is None:
                     assert batches == [None] * ranks
                     return True
                 self._note(loaders, batches)
-                if (rows := appends.pop(len(self.steps), None)) is not None:
-                    self.lake.append(rows)
+                rows += sum(map(len, self.steps[-1]))
+                assert rows <= self.lake.rows, "rows come again"
+                if (more := appends.pop(len(self.steps), None)) is not None:
+                    self.lake.append(more)
         kept = max(len(self.steps) - lost, before if lost else 0)
         del self.steps[kept:], self.states[kept:]
         return False
