@@ -74,6 +74,24 @@ def test_any_history_of_appends_topologies_and_kills_counts_every_row_once(
         assert len(run.ids) == len(set(run.ids))
 
 
+@pytest.mark.parametrize("filters", [None, [("id", ">=", 10)]])
+def test_a_history_on_changing_ranks_counts_every_row_once(tmp_path: Path, filters: Any) -> None:
+    run = Run(Growing(tmp_path / "lake"), {"filters": filters, "shuffle_window": 2})
+    run.lake.append(83)
+    appends = {step: 7 * step % 23 for step in range(2, 40, 2)}
+    run.attempt(3, 5, appends, num_lanes=6, lost=1)
+    run.attempt(2, 6, appends, batch_size=3)
+    run.attempt(1, 9, appends, batch_size=5, lost=2)
+    run.attempt(4, 7, appends, batch_size=2)
+    assert run.attempt(1, 1000, appends)
+    run.lake.append(11)
+    run.attempt(3, 2, {}, num_lanes=6, batch_size=2)  # in the last rows of the stream
+    assert run.states[-1][0]["identity"]["tail"] == "short"
+    assert run.attempt(2, 1000, {})
+    assert run.states[-1][0]["epoch"] > 5
+    assert sorted(run.ids) == list(range(0 if filters is None else 10, run.lake.rows))
+
+
 def test_batches_are_full_over_the_borders_of_tranches_and_the_rest_comes_at_the_end(lake: Growing) -> None:
     sizes = []
     for batch in (loader := follower(lake.folder, batch_size=6)):

@@ -108,6 +108,14 @@ def test_delta_versions_that_write_rows_again_are_refused(root: Path, ignores: b
         added(table, ignore_deletes=ignores)
 
 
+def test_a_delta_table_that_was_restored_to_an_older_version_is_refused(root: Path) -> None:
+    table = open_table(root)
+    DeltaTable(root).delete("p = 0")
+    DeltaTable(root).restore(0)  # it adds the deleted file again
+    with pytest.raises(TableRewritten, match=r"version 2 of .* writes rows again"):
+        added(table, ignore_deletes=True)
+
+
 def test_a_delta_log_that_has_expired_is_refused_by_name(root: Path) -> None:
     table = open_table(root)
     append(root, 10, 14)

@@ -94,6 +94,8 @@ def _kind(storage: Storage, number: int, uri: str) -> ChangeKind:
     actions = [action for line in lines if line.strip() for action in json.loads(line).items()]
     added = {action["path"] for name, action in actions if name == "add" and action.get("dataChange", True)}
     removed = {action["path"] for name, action in actions if name == "remove" and action.get("dataChange", True)}
+    if any(name == "commitInfo" and action.get("operation") == "RESTORE" for name, action in actions):
+        return "rewrite"  # it may add files again
     if added or removed:
         return "append" if not removed else "delete" if added <= removed else "rewrite"
     return "compact" if any(name in ("add", "remove") for name, _ in actions) else "append"
