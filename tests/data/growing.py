@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -17,6 +18,8 @@ from tests.data.reading import as_json, dataset_of
 
 AT_ONCE = Follow(poll_every_s=0, stop_after_idle_s=0)
 """The stream ends at the first look that finds nothing."""
+NOT_THIRDS = pc.field("id") / 3 * 3 != pc.field("id")
+"""A filter that drops every third row."""
 
 
 @dataclass
