@@ -221,8 +221,8 @@ class Progress:
 
     def go_over(self, identity: Identity | Pinned) -> None:
         """Go to the start of the next tranche, in the same topology. The tranche at hand has no full step left."""
-        state, settled = self.state, self._settled
-        assert settled is not None and state.step == self.plan.steps, "a tranche is read to its last full step"
+        state, steps, settled = self.state, self.plan.steps, self._settled
+        assert settled is not None and state.step == steps, "a tranche is read to its last full step"
         self.runs.finish(moves=True)
         self._pin(identity)
         self._set(self._start_of(state.epoch + 1, state))

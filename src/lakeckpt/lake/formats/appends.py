@@ -103,7 +103,7 @@ def added_versions(
         known = set() if old is None else {file.path for file in old.files}
         new = replace(now, files=tuple(file for file in now.files if file.path not in known))
         if new.files:
-            indexes.append(_index_of(new, since, uri=uri, **asked))
+            indexes.append(_index_of(new, place, since, uri=uri, **asked))
         if old is not None and old.root != now.root:
             _check_place(str(now.root), str(old.root))
     newest = later[-1].version if later else since.version.name
@@ -111,16 +111,24 @@ def added_versions(
 
 
 def _index_of(
-    new: PinnedFiles, since: TableIndex, *, uri: str, storage_options: Mapping[str, Any] | None, threads: int
+    new: PinnedFiles,
+    place: object,
+    since: TableIndex,
+    *,
+    uri: str,
+    storage_options: Mapping[str, Any] | None,
+    threads: int,
 ) -> TableIndex:
     if new.version.table_id != since.version.table_id:
         raise TableError(
             f"the table {uri!r} was dropped and made anew: its id was {since.version.table_id}, and is "
             f"{new.version.table_id}. Begin a new run"
         )
-    root = uri if new.root is None else new.root
-    found = Found(storage=open_root(root, storage_options), uri=redact_uri(root), files=(), place=root)
-    found = listed(found, new, storage_options=storage_options, threads=threads)
+    here = None
+    if new.root is None:
+        text = str(place)
+        here = Found(storage=open_root(text, storage_options), uri=redact_uri(text), files=(), place=text)
+    found = listed(here, new, storage_options=storage_options, threads=threads)
     _check_place(found.uri, uri)
     summaries = summarize_all(found.storage, found.files, threads=threads, progress=None)
     return index_of_version(found.files, summaries, new)

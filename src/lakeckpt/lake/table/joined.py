@@ -21,7 +21,7 @@ from lakeckpt.lake.storage.base import ObjectInfo
 from lakeckpt.lake.table.column_mapping import ColumnMapping
 from lakeckpt.lake.table.deletes import Deletes
 from lakeckpt.lake.table.index import MARK_BYTES, TableIndex
-from lakeckpt.lake.table.partitions import STORED, PartitionColumn, Value, coded
+from lakeckpt.lake.table.partitions import PartitionColumn, Value, coded
 from lakeckpt.lake.table.version import TableVersion
 
 __all__ = ["Added", "Part", "joined", "known_marks", "mark_of", "marks_of"]
@@ -140,9 +140,7 @@ def _each(arrays: Sequence[Int64Array]) -> Int64Array:
 
 def _partition(name: str, schema: pa.Schema, files: Sequence[_File]) -> PartitionColumn:
     values = [one.partition(name) for one in files]
-    found = coded(name, schema.field(name).type, [value for value, _ in values], [stored for _, stored in values])
-    assert all((code == STORED) == stored for code, (_, stored) in zip(found.codes.tolist(), values, strict=True))
-    return found
+    return coded(name, schema.field(name).type, [value for value, _ in values], [stored for _, stored in values])
 
 
 def _columns(parts: Sequence[Part], schema: pa.Schema) -> ColumnMapping:
