@@ -24,6 +24,7 @@ from lakeckpt.lake.table.joined import Added
 from lakeckpt.lake.table.table import Table
 from tests.data.growing import follower
 from tests.data.reading import flat, some
+from tests.lake.conftest import S3
 from tests.lake.formats.delta_log import commit
 from tests.lake.formats.hudi_tables import Crafted
 from tests.lake.formats.iceberg_tables import warehouse
@@ -157,6 +158,18 @@ def test_a_delta_table_is_followed_with_its_compactions(root: Path) -> None:
         if number == 1:
             append(root, 20, 31)
     assert sorted(found) == list(range(31))
+
+
+def test_a_delta_table_on_s3_is_followed_with_the_options_of_its_storage(root: Path, s3: S3) -> None:
+    def upload() -> None:
+        for path in (one for one in root.rglob("*.*") if one.is_file()):
+            s3.client.put_object(Bucket=s3.bucket, Key=f"lake/t/{path.relative_to(root)}", Body=path.read_bytes())
+
+    upload()
+    table = open_table(f"s3://{s3.bucket}/lake/t", storage_options=s3.options)
+    append(root, 10, 17)
+    upload()
+    assert counts(added(table)) == [7]
 
 
 # --- Iceberg
