@@ -90,10 +90,10 @@ def added_versions(
     known any more, and what pinning a version raises.
     """
     place = refreshed(place)
-    later = changes(kind, place, since=since.version.name, storage_options=storage_options)
+    asked: dict[str, Any] = {"storage_options": storage_options, "threads": threads}
+    later = changes(kind, place, since=since.version.name, **asked)
     indexes = []
     for before, upto in runs_of_appends(later, since.version.name, uri, ignore_deletes=ignore_deletes):
-        asked: dict[str, Any] = {"storage_options": storage_options, "threads": threads}
         named: type[int] | type[str] = int if kind == "delta" else str
         try:
             old = None if before == _NO_VERSION else pin(kind, place, version=named(before), **asked)

@@ -5,7 +5,8 @@ one version, their partition values, and the rows that are left of each. The sch
 by which files store each column. A version is named by its number.
 
 Refused by name, because they could not be read exactly: reader features that are not in `READER_FEATURES`, and
-partition columns of bytes, whose escapes deltalake does not undo. The module opens no data file.
+partition columns of bytes, whose escapes deltalake does not undo. The module opens no data file. The threads that read
+commits have ended when it returns.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -73,16 +75,17 @@ def pin(
     return _pinned(table, place, storage, uri)
 
 
-def changes(place: str, *, since: str, storage_options: Mapping[str, Any] | None) -> list[Change]:
+def changes(place: str, *, since: str, storage_options: Mapping[str, Any] | None, threads: int) -> list[Change]:
     """Return the versions after ``since`` (`library.changes`), by the commits in the log."""
     uri, storage = redact_uri(place), open_root(place, storage_options)
     newest = _opened(place, None, object_store_options(place, storage_options), uri).version()
-    return [
-        Change(version=str(number), kind=_kind(storage, number, uri)) for number in range(int(since) + 1, newest + 1)
-    ]
+    later = range(int(since) + 1, newest + 1)
+    with ThreadPoolExecutor(max_workers=max(1, min(threads, len(later)))) as pool:
+        kinds = list(pool.map(partial(_kind, storage, uri), later))
+    return [Change(version=str(number), kind=kind) for number, kind in zip(later, kinds, strict=True)]
 
 
-def _kind(storage: Storage, number: int, uri: str) -> ChangeKind:
+def _kind(storage: Storage, uri: str, number: int) -> ChangeKind:
     """Return what a commit did, by its actions: https://github.com/delta-io/delta/blob/master/PROTOCOL.md#actions."""
     try:
         lines = storage.read(f"{_LOG}/{number:020}.json").splitlines()

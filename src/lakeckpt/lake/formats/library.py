@@ -42,13 +42,15 @@ def pin(
     return pinned
 
 
-def changes(kind: TableFormat, place: object, *, since: str, storage_options: Mapping[str, Any] | None) -> list[Change]:
+def changes(
+    kind: TableFormat, place: object, *, since: str, storage_options: Mapping[str, Any] | None, threads: int
+) -> list[Change]:
     """Return the versions of the table at ``place`` that came after version ``since``, oldest first.
 
     `TableVersionGone` where they are not known any more. Hudi tables have none: their writers write files again as rows
     come.
     """
-    found: list[Change] = _module(kind).changes(place, since=since, storage_options=storage_options)
+    found: list[Change] = _module(kind).changes(place, since=since, storage_options=storage_options, threads=threads)
     return found
 
 

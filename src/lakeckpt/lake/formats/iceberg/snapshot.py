@@ -85,7 +85,7 @@ def pin(
     )
 
 
-def changes(source: object, *, since: str, storage_options: Mapping[str, Any] | None) -> list[Change]:
+def changes(source: object, *, since: str, storage_options: Mapping[str, Any] | None, threads: int) -> list[Change]:
     """Return the snapshots after ``since`` (`library.changes`): the ancestors of the current one."""
     table = load(source, storage_options=storage_options)
     snapshot, found = table.metadata.current_snapshot(), []
