@@ -119,7 +119,9 @@ class ReaderWalk:
         if before is not None:
             self._follow_to_rest(before, state)
         if before is not None and before.epoch < state.epoch:
-            last = replanned(before, state.identity.of_version(before.identity), state.segment.topology)
+            mine, follows = before.identity, "carry" in (before.identity.tail, state.identity.tail)
+            identity = mine if follows else state.identity.of_version(mine)
+            last = replanned(before, identity, state.segment.topology)
             self.ends[before.epoch] = last if at_end(last) else before
         self.ends[state.epoch] = state
         self._latest = state

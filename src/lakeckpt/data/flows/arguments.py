@@ -35,6 +35,7 @@ def check_flow(dataset: LakeDataset, rows: Any, *, endless: bool, drops: bool, b
         "drop_last=False: which rows are the last is not known before they are read": drops and not endless,
         'on_new_version="keep"': dataset.options.on_new_version != "keep",
         "no consumed=": begun,
+        "no follow=": dataset.follow is not None,
     }
     for needed, is_wrong in wrong.items():
         if is_wrong:
