@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from lakeckpt import LakeDataset, LakeLoader, ReadOptions, merge_states, mix, pack
+from lakeckpt import LakeDataset, LakeLoader, ReadOptions, merge_states, mix, pack, prefetch
 from lakeckpt.core.flows.plan import begun_of, flow_consumption, read_state, rest_of
 from lakeckpt.core.flows.receipts import FlowReceipt
 from lakeckpt.core.intervals import Intervals
@@ -74,6 +74,21 @@ def test_the_same_loader_goes_on_after_a_break_and_begins_again_on_demand(lake: 
     assert same([dict(one) for one in some(loader, 4)], [dict(one) for one in first])
     peeked = loader.peek()
     assert same(dict(peeked), dict(next(iter(loader))))
+
+
+def test_prefetch_restart_and_persistent_workers_go_on_as_with_rows(lake: Path) -> None:
+    expected = list(loader_of(lake, num_lanes=2))
+    loader = loader_of(lake, num_lanes=2)
+    found = some(prefetch(loader, depth=3), 4)  # what is held back is not delivered
+    assert found[-1].receipt == loader.last_receipt == expected[3].receipt
+    assert same([dict(one) for one in loader], [dict(one) for one in expected[4:]])
+    again = loader_of(lake, num_lanes=2, loader={"restart": True})
+    for _ in range(2):
+        assert same([dict(one) for one in again], [dict(one) for one in expected])
+    lasting = loader_of(lake, num_lanes=2, num_workers=2, loader={"persistent_workers": True})
+    some(lasting, 3)
+    assert same([dict(one) for one in lasting], [dict(one) for one in expected[3:]])
+    assert sorted(all_items(lasting)) == EVERY and lasting.epoch == 2
 
 
 topologies = st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 6), st.integers(0, 9))
@@ -234,6 +249,19 @@ def test_randomness_depends_on_the_row_and_not_on_the_topology(lake: Path, job_s
     ran = run_ranks(lake, 3, state=as_json(loader.state_dict()), num_lanes=3, batch_size=3)
     assert found | noise(batch for rank in ran.batches for batch in rank) == expected
     assert len(set(expected.values())) == len(expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_a_state_of_the_end_of_an_epoch_shows_the_end_to_any_number_of_ranks(
+    lake: Path, job_store: Any, world_size: int
+) -> None:
+    whole_epoch = run_ranks(lake, 3, num_lanes=3)
+    ran = run_ranks(lake, 3, num_lanes=3, steps=len(whole_epoch.batches[0]))
+    assert ran.state["epoch"] == 0 and sorted(ran.items) == EVERY
+    for num_workers in (0, 1):
+        after = run_ranks(lake, world_size, state=ran.state, num_workers=num_workers)
+        assert after.batches == [[]] * world_size and after.state["epoch"] == 1
+    assert after.state["segment"][4] == world_size
 
 
 def test_parts_are_merged_before_they_are_loaded(lake: Path, job_store: Any) -> None:
