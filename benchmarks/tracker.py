@@ -49,7 +49,7 @@ FAN_IN = 16
 ROW_GROUPS, ROWS = 80_000, 10**10
 TOKENS, LENGTH = 25 * 10**11, 2048
 LANES = 128
-MOST_BYTES, MOST_BYTES_OF_POSITIONS = 64 * 1024, 1024
+MOST_BYTES, MOST_BYTES_OF_POSITIONS, MOST_BYTES_OF_SOURCE = 64 * 1024, 1024, 64
 SPEC = OrderSpec(seed=7, shuffle=True, window=4)
 _T = TypeVar("_T")
 
@@ -196,7 +196,7 @@ def cost_of(before: FlowState | ReaderState, after: FlowState | ReaderState, way
     ranks, begin, end = after.segment.world_size, before.to_plain(), after.to_plain()
     stretch = Stretch(begin=begin, end=end, consumed=consumption(before, after))
     record = to_plain(ReaderRecord(state=end, stretches=(stretch,)))
-    log_bytes = len(dumps(record, kind="value", version=(1, 0)))
+    log_bytes = len(dumps(record, kind="value", version=(1, 0), compress=True))
     return Cost(nodes=ranks // RANKS, ranks=ranks, way=way, log_bytes=log_bytes, **found)
 
 
@@ -233,9 +233,13 @@ def mixture_of(sources: int, changes: int) -> MixedState:
     """The state of a mixture of packed sources, after so many changes of the weights."""
     names = tuple(f"source {number}" for number in range(sources))
     mixing = Mixing(names=names, weights=weights_of(names, 0), seed=7, whole=False, exhausted="next_epoch")
-    tokens = TOKENS // sources
-    packed = replace(identity_of(-(-tokens // LENGTH), unit=LENGTH, tokens=tokens), endless=True)
-    state = started(mixing, (packed,) * sources, {"num_lanes": LANES, "batch_size": 64, "world_size": LANES})
+    numbers, identities = random.Random(sources), []
+    for _ in names:
+        tokens = TOKENS // sources + numbers.randrange(10**9)
+        table, selection = f"{numbers.getrandbits(128):032x}", f"{numbers.getrandbits(128):032x}"
+        packed = identity_of(-(-tokens // LENGTH), unit=LENGTH, tokens=tokens)
+        identities.append(replace(packed, table=table, selection=selection, endless=True))
+    state = started(mixing, tuple(identities), {"num_lanes": LANES, "batch_size": 64, "world_size": LANES})
     for change in range(1, changes + 1):
         state = reweighed(state.moved(step=state.step + 1000), weights_of(names, change))
     return state.moved(step=state.step + 1000)
@@ -255,9 +259,15 @@ def states() -> dict[str, tuple[ReaderState | FlowState | MixedState, int]]:
         "rows": (positions_of(rows, 1), MOST_BYTES_OF_POSITIONS),
         "packed": (positions_of(packed, 1), MOST_BYTES_OF_POSITIONS),
         "packed, after 31 changes of the number of ranks": (positions_of(packed, 31), MOST_BYTES_OF_POSITIONS),
-        "packed and mixed, 8 sources": (mixture_of(8, 0), MOST_BYTES),
-        "packed and mixed, 8 sources, weights changed twice": (mixture_of(8, 2), MOST_BYTES),
-        "packed and mixed, 64 sources, weights changed twice": (mixture_of(64, 2), MOST_BYTES),
+        "packed and mixed, 8 sources": (mixture_of(8, 0), MOST_BYTES_OF_POSITIONS + 8 * MOST_BYTES_OF_SOURCE),
+        "packed and mixed, 8 sources, weights changed twice": (
+            mixture_of(8, 2),
+            MOST_BYTES_OF_POSITIONS + 8 * MOST_BYTES_OF_SOURCE,
+        ),
+        "packed and mixed, 64 sources, weights changed twice": (
+            mixture_of(64, 2),
+            MOST_BYTES_OF_POSITIONS + 64 * MOST_BYTES_OF_SOURCE,
+        ),
         "data-dependent": (flow_of(rows, 0), MOST_BYTES),
         "data-dependent, workers changed once": (flow_of(rows, 1), MOST_BYTES),
         "data-dependent, workers changed 8 times": (flow_of(rows, 8), MOST_BYTES),
@@ -265,8 +275,8 @@ def states() -> dict[str, tuple[ReaderState | FlowState | MixedState, int]]:
 
 
 def size_of(state: ReaderState | FlowState | MixedState) -> int:
-    """The bytes of a state in a document."""
-    return len(dumps(state.to_plain(), kind="value", version=(1, 0)))
+    """The bytes of a state in a document, which is compressed as the log is."""
+    return len(dumps(state.to_plain(), kind="value", version=(1, 0), compress=True))
 
 
 def main() -> None:
@@ -281,10 +291,11 @@ def main() -> None:
     sizes = {name: size_of(state) for name, (state, _) in states().items()}
     show(
         f"A save of a job with {RANKS} ranks a node and {WORKERS} workers a rank",
-        ("nodes x ranks x workers", "way", "messages", "depth", "bytes", "bytes to the root", "root", "log"),
+        ("nodes", "ranks", "way", "messages", "depth", "bytes", "to the root", "root", "log"),
         [
             (
-                f"{one.nodes} x {RANKS} x {WORKERS}",
+                f"{one.nodes:,}",
+                f"{one.ranks:,}",
                 one.way,
                 f"{one.messages:,}",
                 f"{one.depth}",
