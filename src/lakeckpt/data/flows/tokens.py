@@ -106,7 +106,7 @@ class TokenSource(FlowSource):
         found: Any = tokenizing.tokens(columns[tokenizing.column][row], where)
         return found  # type: ignore[no-any-return]
 
-    def columns(self, made: LaneBatch) -> dict[str, Any] | None:
+    def stacked(self, made: LaneBatch) -> dict[str, Any] | None:
         """Return the tokens of a micro-batch as sequences; None where there are none."""
         return self._made(_sequences(made, self._tokenizing)) if made.count else None
 
