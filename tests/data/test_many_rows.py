@@ -364,6 +364,7 @@ def test_values_are_stacked_by_the_output(lake: Path) -> None:
         ({"drop_last": True}, "needs drop_last=False"),
         ({"options": ReadOptions(on_new_version="next_epoch")}, 'needs on_new_version="keep"'),
         ({"consumed": {}}, "needs no consumed="),
+        ({"follow": True}, "needs no follow="),
         ({"rows": "few"}, "rows must be one of 'many'"),
     ],
 )

@@ -19,15 +19,14 @@ from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
-from lakeckpt.data.flows.arguments import check_flow, check_no_workers, feed_of, flow_parts
+from lakeckpt.data.flows.arguments import check_flow, check_no_workers, feed_of, parts_of
 from lakeckpt.data.foreign.frameworks import check_dealers
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
 from lakeckpt.data.options import Follow, ReadOptions, flag, following, one_of, optional, positive, whole
 from lakeckpt.data.place.begun import Consumed, rest_of_first_epoch
 from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Versions, check_moves
-from lakeckpt.data.source import BatchSource, Output, gives
+from lakeckpt.data.source import Output, gives
 from lakeckpt.data.topology import check_topology, resolve_topology
 from lakeckpt.data.transform import CarriedRows, Transform, bind_transform
 from lakeckpt.errors import ConfigError, StateUnavailable
@@ -156,8 +155,7 @@ class LakeDataset(IterableDataset[Any]):
 
     def _read(self, pinned: Pinned, transform: Any) -> None:
         """Begin to read ``pinned`` from its start."""
-        make = flow_parts if self.yields_many else _parts
-        self._source, self._progress = make(self, pinned, transform)
+        self._source, self._progress = parts_of(self, pinned, transform)
         self._versions = Versions(pinned, self._source, self._progress, self.options, follow=self.follow)
         if pinned.table.index.rest is not None:
             self._versions.read_rest()
@@ -376,22 +374,6 @@ class LakeDataset(IterableDataset[Any]):
         assert plan.steps is not None
         last = plan.steps - 1
         return plan.steps - (self.row_wise and last >= 0 and not plan.assignment(last, rank).receipt.rows)
-
-
-def _parts(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[BatchSource, Progress]:
-    """Return what reads ``pinned``, and the place in it, where positions alone decide what is read."""
-    options, row_wise = dataset.options, dataset.row_wise
-    source = BatchSource(pinned, output=dataset.output, options=options, transform=transform, row_wise=row_wise)
-    progress = Progress(
-        pinned,
-        batch_size=dataset.batch_size or 1,
-        num_lanes=options.num_lanes,
-        row_wise=row_wise,
-        accept_changes=options.accept_changes,
-        moves=options.on_new_version == "next_epoch",
-        follows=dataset.follow is not None,
-    )
-    return source, progress
 
 
 def _checked(options: ReadOptions | None) -> ReadOptions:

@@ -202,9 +202,9 @@ class LakeLoader(Prepared, DataLoader[Any]):
             started = self._begun()
         self._waiting = waiting = self._progress.begin_iteration()
         items = self._deliver(waiting, started[1], stage)
-        if follow := self.dataset.follow:
+        if self.dataset.follow:
             items = self.dataset._through(items, lambda: self._deliver(waiting, self._begun()[1], stage))
-        return self._as_prepared(items, None if follow else self._progress.steps) if self._is_prepared else items
+        return self._as_prepared(items, self._progress.steps) if self._is_prepared else items
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_early": None}  # a copy begins anew
@@ -352,8 +352,6 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._progress.set_weights(weights)
         self._early = None
 
-    # --- state
-
     def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
         """Return the state of all that the loop has received, or of all up to the receipt ``at``.
 
@@ -363,7 +361,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """
         self._check_goes_on()
         self._settle()
-        if at is None and (self.dataset.follow is not None or self.identity.endless or self.dataset.yields_many):
+        if at is None and (self.dataset.follow or self.identity.endless or self.dataset.yields_many):
             check_not_fetched_ahead()
         return self._progress.at(at).to_plain()
 

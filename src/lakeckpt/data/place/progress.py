@@ -115,7 +115,7 @@ class Progress:
     @property
     def steps(self) -> int | None:
         """The number of steps of the epoch at hand; None where it is not known, or there is no end. `settle` first."""
-        return self.plan.steps
+        return None if self._follows else self.plan.steps
 
     def knows_lanes(self, world_size: int) -> bool:
         """Return whether the number of lanes is known without that of the workers: it was given, or a state has it."""
@@ -180,7 +180,7 @@ class Progress:
             if not is_start(state):  # the loop has yet to see the end of an epoch of which nothing is left
                 identity = identity.of_version(state.identity)
             state = replace(state, identity=at_version(self.identity, state.identity))
-        never = ("tail",) if state.identity.tail == "carry" else ()
+        never = {"tail"} if state.identity.tail == "carry" else set[str]()
         self.check_accepted(differing(mine, state.identity, kept=self._kept), never=never)
         check_place(given, ahead=ahead)
         self._identity = mine
@@ -192,8 +192,7 @@ class Progress:
         self._settled = None
 
     def check_accepted(self, differences: Sequence[str], *, never: Collection[str] = ()) -> None:
-        """Raise StateMismatch where a state differs from this dataset, and the user does not accept it. Differences in
-        the fields of ``never`` cannot be accepted."""
+        """Raise StateMismatch where a state differs from this dataset, and the user does not accept it, or cannot."""
         accepted = set(self._accept) - set(never)
         rejected = [line for line in differences if line.split(":")[0] not in accepted]
         if rejected:
