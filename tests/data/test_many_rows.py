@@ -19,6 +19,7 @@ from lakeckpt.core.flows.receipts import FlowReceipt
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.data.flows.ends import JobEnds, last_border
 from lakeckpt.errors import ConfigError, MissingRanksError, StateError, StateMismatch, StateUnavailable
+from lakeckpt.testing import assert_exactly_once
 from tests.data.flow_jobs import count_of, cut, items, job_store, loader_of, run_ranks, whole
 from tests.data.reading import ROWS, as_json, dataset_of, same, some, table_of, until_error
 
@@ -384,6 +385,8 @@ def test_other_loaders_and_lengths_are_refused(lake: Path) -> None:
         len(dataset)
     with pytest.raises(ConfigError, match='a transform with rows="many"'):
         pack(dataset, length=4)
+    with pytest.raises(ConfigError, match="check that it yields the same whenever it gets the same row"):
+        assert_exactly_once(lambda rank, world_size, num_workers: loader_of(lake, rank=rank, world_size=world_size))
     with pytest.raises(ConfigError, match="source 'a' has a transform with rows"):
         mix({"a": (dataset, 1.0)})
     assert sorted(all_items(DataLoader(dataset, batch_size=None))) == EVERY
