@@ -163,7 +163,9 @@ def test_a_schedule_is_the_same_in_workers_and_after_a_resume(lake: Path) -> Non
         first, second = loader_of(lake, **given), loader_of(lake, **given)
         before = take(first, stop)
         second.load_state_dict(first.state_dict(at=before[-1].receipt))
-        assert [rows_of(one) for one in before + take(second, 14 - stop)] == whole
+        every = before + take(second, 14 - stop)
+        assert [rows_of(one) for one in every] == whole
+        check_consumed(second.state_dict(), ids_of(every))
     assert {one // 1000 for batch in whole[9:] for one in batch["id"]} == {1}
 
 
