@@ -144,12 +144,13 @@ class Versions:
             return Fit(index=index)
         return self._fit_excluding(state, index, excluding)
 
-    def _fit_excluding(self, state: ReaderState, index: TableIndex, excluding: TableIndex) -> Fit:
+    def _fit_excluding(self, state: Any, index: TableIndex, excluding: TableIndex) -> Fit:
         """Return how the rest of the epoch goes on with other excluded row groups; a rest is made of stored rows."""
-        if self._follow is not None:
+        if self._follow is not None or not isinstance(state, ReaderState):
+            why = "the table is followed" if self._follow is not None else "its transform decides what a row yields"
             raise StateMismatch(
                 f"exclude= of the table {self.at_hand.table.uri!r} is not as it was when the checkpoint was made, and "
-                "the table is followed: open it with the exclude= that it had, or begin a new run"
+                f"{why}: open it with the exclude= that it had, or begin a new run"
             )
         pinned, at_end = self._of(excluding), Plan(state).at_end
         if not (state.identity.endless or state.identity.selection):
