@@ -245,9 +245,12 @@ def test_randomness_depends_on_the_row_and_not_on_the_topology(lake: Path, job_s
 
     expected = noise(loader_of(lake, num_lanes=2))
     loader = loader_of(lake, num_lanes=2)
-    found = noise(some(loader, 5))
-    ran = run_ranks(lake, 3, state=as_json(loader.state_dict()), num_lanes=3, batch_size=3)
-    assert found | noise(batch for rank in ran.batches for batch in rank) == expected
+    first = some(loader, 5)
+    state = as_json(loader.state_dict())
+    assert any(state["offsets"]), "a row had begun"
+    ran = run_ranks(lake, 3, state=state, num_lanes=3, batch_size=3)
+    assert sorted(all_items(first) + ran.items) == EVERY
+    assert noise(first) | noise(batch for rank in ran.batches for batch in rank) == expected
     assert len(set(expected.values())) == len(expected)
 
 

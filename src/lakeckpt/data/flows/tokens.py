@@ -70,8 +70,8 @@ class Tokenizing:
         except Exception as error:
             error.add_note(f"in the tokenizer, {where}")
             raise
-        every = (*self.before, *ids.tolist(), *self.after) if ids.size else ()
-        return np.array(every, np.int32)
+        parts = (self.before, ids, self.after) if ids.size else ()
+        return np.concatenate([np.asarray(part, np.int32) for part in (*parts, ())])
 
 
 def check_text(schema: pa.Schema, column: str) -> None:
