@@ -14,14 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.readers.measuring import exactness, prepare, resumes, speeds
 from benchmarks.readers.plan import exact_cases, resume_cases, speed_cases
 from benchmarks.readers.publish import publish, show
-from benchmarks.readers.registry import ENTRIES, READERS, STREAMS
+from benchmarks.readers.registry import ENTRIES, READERS, STREAMS, Entry
 from benchmarks.readers.runner import ROOT, Runner
 from benchmarks.readers.streams.measuring import streams
 from benchmarks.readers.streams.plan import jobs
@@ -75,6 +75,11 @@ def _pythons(folder: Path) -> dict[str, str]:
     return found
 
 
+def _of_parts(parts: Sequence[str]) -> dict[str, Entry]:
+    """The readers that take part in ``parts``."""
+    return {**(READERS if set(parts) - {"streams"} else {}), **(STREAMS if "streams" in parts else {})}
+
+
 def _machine() -> str:
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     memory, cores = pages * size >> 30, len(os.sched_getaffinity(0))
@@ -107,9 +112,10 @@ def main() -> None:
         print(f"[{time.monotonic() - began:6.0f} s] {text}", flush=True)
 
     runner = Runner(_pythons(arguments.environments.absolute()), timeout_s=arguments.timeout)
-    versions = {name: runner.version(name) for name in arguments.readers if runner.can(name)}
-    readers = [name for name in arguments.readers if versions.get(name)]
-    for name in arguments.readers:
+    asked = [name for name in arguments.readers if name in _of_parts(arguments.parts)]
+    versions = {name: runner.version(name) for name in asked if runner.can(name)}
+    readers = [name for name in asked if versions.get(name)]
+    for name in asked:
         if name not in readers:
             say(f"left out, not installed: {name}")
     results: dict[str, Any] = {"versions": versions}
