@@ -159,7 +159,7 @@ class Told:
         if task["do"] == "save":
             return {"states": {"place": {"bytes": 10}}}
         rate = {OURS: 30e6, "stream-bare": 40e6}.get(case.reader, 1e6) * len(self.ran)
-        found = {"tokens_per_s": rate, "seconds": 1.0, "processor_s": 0.5, "first_batch_s": 0.1}
+        found = {"tokens_per_s": rate, "seconds": 1.0, "tokens_per_processor_s": rate, "first_batch_s": 0.1}
         return {**found, "peak_bytes": 3_000_000, "start_bytes": 1_000_000, "delivered": 7, "lost": 0, "repeated": 0}
 
     def folder(self, name: str) -> Path:
@@ -198,7 +198,7 @@ def test_tables_name_the_fastest_peer_and_the_page_has_them(table: DataSet, tmp_
     found = list(streams(Told(tmp_path), list(jobs(table, table, names, 1.0)), 1, lambda text: None))  # type: ignore[arg-type]
     bars, *groups = stream_grids(found)
     assert not [row for row in bars.rows if row[1] == "not measured"]
-    assert ["MosaicML" in row[3] for row in bars.rows if "fastest peer" in row[0]] == [True] * 4
+    assert ["MosaicML" in row[4] for row in bars.rows if "fastest peer" in row[0]] == [True] * 4
     assert len(groups) == 4 and all(len(row) == len(grid.columns) for grid in (bars, *groups) for row in grid.rows)
     publish(tmp_path / "out", {"versions": {}, "about": {"streams": {"command": "x"}}, "streams": found})
     page = (tmp_path / "out/readers-results.md").read_text()

@@ -55,9 +55,9 @@ def flow(
 ) -> dict[str, Any]:
     """Read for ``seconds`` after the first batch, and until ``at_least`` tokens have come, over the ends of epochs.
 
-    ``tokens_per_s`` is of what came after the first batch, by the time that it took; ``processor_s`` is the processor
-    time of the same stretch, of all threads. ``peak_bytes`` is the peak resident memory, ``start_bytes`` what was
-    resident before the reader was made.
+    ``tokens_per_s`` is of what came after the first batch, by the time that it took, ``tokens_per_processor_s`` by the
+    processor time of all threads, which depends less on what else the machine does. ``peak_bytes`` is the peak resident
+    memory, ``start_bytes`` what was resident before the reader was made.
     """
     start_bytes = _memory("VmRSS")
     begin = clock()
@@ -74,12 +74,13 @@ def flow(
                 break
         if tokens == before:
             raise ValueError("an epoch without a token")
+    used = max(processor() - used, 1e-9)
     return {
         "tokens": tokens,
         "first_batch_s": first - begin,
         "seconds": now - first,
-        "processor_s": processor() - used,
         "tokens_per_s": (tokens - first_tokens) / (now - first),
+        "tokens_per_processor_s": (tokens - first_tokens) / used,
         "start_bytes": start_bytes,
         "peak_bytes": _memory("VmHWM"),
     }
