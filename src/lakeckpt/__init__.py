@@ -15,6 +15,7 @@ _PUBLIC = {
     "CheckpointInfo": "lakeckpt.checkpoint.report",
     "CheckpointManager": "lakeckpt.checkpoint.manager",
     "Keep": "lakeckpt.checkpoint.keep",
+    "MixedReceipt": "lakeckpt.core.streams.mixture",
     "ConsumptionWarning": "lakeckpt.data.place.deliveries",
     "LakeDataset": "lakeckpt.data.dataset",
     "LakeLoader": "lakeckpt.data.loader",
@@ -29,6 +30,8 @@ _PUBLIC = {
     "cumulative_lengths": "lakeckpt.data.streams.pack",
     "errors": "lakeckpt.errors",
     "load": "lakeckpt.checkpoint.restore.load",
+    "merge_states": "lakeckpt.core.flows.plan",
+    "mix": "lakeckpt.data.streams.mix",
     "open_table": "lakeckpt.lake.formats.dispatch",
     "pack": "lakeckpt.data.streams.pack",
     "prefetch": "lakeckpt.data.prefetch",
@@ -45,6 +48,7 @@ __all__ = [
     "Keep",
     "LakeDataset",
     "LakeLoader",
+    "MixedReceipt",
     "Ragged",
     "ReadAheadWarning",
     "ReadOptions",
@@ -57,6 +61,8 @@ __all__ = [
     "cumulative_lengths",
     "errors",
     "load",
+    "merge_states",
+    "mix",
     "open_table",
     "pack",
     "prefetch",
@@ -68,13 +74,16 @@ if TYPE_CHECKING:
     from lakeckpt.checkpoint.manager import CheckpointManager
     from lakeckpt.checkpoint.report import CheckpointInfo, RestoreReport, SaveHandle
     from lakeckpt.checkpoint.restore.load import load
+    from lakeckpt.core.flows.plan import merge_states
     from lakeckpt.core.receipts import Receipt
+    from lakeckpt.core.streams.mixture import MixedReceipt
     from lakeckpt.data.batch import Batch
     from lakeckpt.data.dataset import LakeDataset
     from lakeckpt.data.loader import LakeLoader
     from lakeckpt.data.options import ReadOptions
     from lakeckpt.data.place.deliveries import ConsumptionWarning, ReadAheadWarning
     from lakeckpt.data.prefetch import prefetch
+    from lakeckpt.data.streams.mix import mix
     from lakeckpt.data.streams.pack import cumulative_lengths, pack
     from lakeckpt.data.transform import TransformContext
     from lakeckpt.lake.formats.dispatch import open_table

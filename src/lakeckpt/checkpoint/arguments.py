@@ -9,7 +9,7 @@ from typing import Any
 
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING
 from lakeckpt.errors import ConfigError
-from lakeckpt.tracking.readers import reader_of
+from lakeckpt.tracking.readers import readers_of
 
 __all__ = ["check_capturing", "check_settings", "checked_names", "checked_state"]
 
@@ -38,7 +38,13 @@ def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
                 "after a collective of its own. Shard the model with FSDP2 (fully_shard), whose optimizers are torch's "
                 "plain ones, or give the optimizer itself, undivided"
             )
-    return {name: reader_of(one) for name, one in state.items()}
+    found: dict[str, Any] = {}
+    for name, one in state.items():
+        for suffix, reader in readers_of(one).items():
+            if name + suffix in found or (suffix and name + suffix in state):
+                raise ConfigError(f"state has two objects of the name {name + suffix!r}: give one another name")
+            found[name + suffix] = reader
+    return found
 
 
 def checked_names(allow_missing: Collection[str], objects: Mapping[str, Any]) -> frozenset[str]:

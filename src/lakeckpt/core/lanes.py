@@ -192,6 +192,11 @@ class EpochDeal:
         inside = rows_before(limit, self.count, self.batch_size, np.array([turn, turn + 1]))
         return spans_of(self.left.epoch, self.left.positions.take(start + int(inside[0]), start + int(inside[1])))
 
+    def lane_spans(self, lane: int, start: int, stop: int) -> list[Span]:
+        """Return the ``start``-th to ``stop``-th (exclusive) positions of ``lane``."""
+        begin = self._begins[lane]
+        return spans_of(self.left.epoch, self.left.positions.take(begin + start, begin + stop))
+
     @cached_property
     def _begins(self) -> list[int]:
         """Where lanes begin, as plain numbers: `spans` is called for every micro-batch."""
@@ -214,7 +219,10 @@ class EpochDeal:
 
     def rest(self, micro_batch: int) -> Rest:
         """See `Deal`."""
-        done = self._before(turns(micro_batch - self.first, self.num_lanes))
+        return self.rest_of(self._before(turns(micro_batch - self.first, self.num_lanes)))
+
+    def rest_of(self, done: Int64Array) -> Rest:
+        """Return what is left when each lane has given its first ``done`` rows: int64, shape (num_lanes,)."""
         positions = self.left.positions.select(self.bounds[:-1] + done, self.bounds[1:])
         left = Left(
             epoch=self.left.epoch,

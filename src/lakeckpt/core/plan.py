@@ -21,6 +21,7 @@ from lakeckpt.core.lanes import Deal, EpochDeal, Left, Rest
 from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.core.state import MAX_EPOCH, Identity, ReaderState, Segment
 from lakeckpt.core.stream import StreamDeal
+from lakeckpt.core.streams.mixing import Share
 from lakeckpt.errors import StateError, StateMismatch
 
 __all__ = [
@@ -79,9 +80,13 @@ def fit_lanes(wanted: int | None, stored: int | None, world_size: int, workers: 
     return world_size * max(1, workers)
 
 
-def start(identity: Identity, *, epoch: int, num_lanes: int, batch_size: int, world_size: int) -> ReaderState:
+def start(
+    identity: Identity, *, epoch: int, num_lanes: int, batch_size: int, world_size: int, share: Share | None = None
+) -> ReaderState:
     """Return the state before the first step of ``epoch``."""
-    first = Segment(micro_batch=0, step=0, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
+    first = Segment(
+        micro_batch=0, step=0, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size, share=share
+    )
     return ReaderState(identity=identity, epoch=epoch, segments=(first,), step=0)
 
 
@@ -184,10 +189,15 @@ def deals(state: ReaderState) -> Iterator[tuple[Deal, tuple[int, Rest | None]]]:
     yield deal, began
     for index in range(1, len(state.segments)):
         before, segment = state.segments[index - 1], state.segments[index]
-        if (segment.num_lanes, segment.batch_size) != (before.num_lanes, before.batch_size):
+        if _deal_key(segment) != _deal_key(before):
             rest = deal.rest(segment.micro_batch)
             deal, began = _deal(state, segment, rest), (index, rest)
         yield deal, began
+
+
+def _deal_key(segment: Segment) -> tuple[object, ...]:
+    """Return all of a segment that a deal depends on."""
+    return segment.num_lanes, segment.batch_size, segment.share
 
 
 def _deal(state: ReaderState, segment: Segment, rest: Rest | None) -> Deal:
@@ -202,6 +212,7 @@ def _deal(state: ReaderState, segment: Segment, rest: Rest | None) -> Deal:
             rows=identity.tokens or identity.rows,
             start=rest,
             unit=identity.unit,
+            share=segment.share,
         )
     whole = Left(epoch=state.epoch, positions=Intervals.whole(identity.rows), num_lanes=num_lanes, rotation=0)
     left = rest.begun[0] if rest else whole
@@ -232,25 +243,25 @@ def check_place(state: ReaderState, *, ahead: int = 0) -> None:
         )
 
 
-def replan(state: ReaderState, *, num_lanes: int, batch_size: int, world_size: int) -> ReaderState:
-    """Return ``state`` going on with another topology: unchanged if it is the same, else with one more segment.
+def replan(
+    state: ReaderState, *, num_lanes: int, batch_size: int, world_size: int, share: Share | None = None
+) -> ReaderState:
+    """Return ``state`` going on with another topology, or share: unchanged if they are the same, else with one more
+    segment.
 
     Every row that is left is dealt again exactly once. An epoch that has not begun is planned anew; one that is over
     stays as it is.
     """
-    if state.segment.topology == (num_lanes, batch_size, world_size):
+    topology = {"num_lanes": num_lanes, "batch_size": batch_size, "world_size": world_size}
+    if state.segment.topology == (num_lanes, batch_size, world_size) and state.segment.share == share:
         return state
     if state.step == 0 and state.base is None:
-        return start(
-            state.identity, epoch=state.epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size
-        )
+        return start(state.identity, epoch=state.epoch, share=share, **topology)
     plan = Plan(state)
     if plan.at_end:
         return state
     number = plan.micro_batch(state.step)
-    opened = Segment(
-        micro_batch=number, step=state.step, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size
-    )
+    opened = Segment(micro_batch=number, step=state.step, share=share, **topology)
     segments = (*state.segments, opened)
     if len(segments) <= MAX_SEGMENTS:
         return replace(state, segments=segments)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from lakeckpt.core.hashing import PERMUTATION_VERSION
 from lakeckpt.core.lanes import Rest, Tail
 from lakeckpt.core.order import OrderSpec
+from lakeckpt.core.streams.mixing import Share
 from lakeckpt.errors import StateError
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
 
@@ -116,12 +117,14 @@ class Segment:
     num_lanes: int
     batch_size: int
     world_size: int
+    share: Share | None = None
+    """The share of this reader in the micro-batches of a mixture; None: micro-batches are all its own."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            least = 0 if one.name in ("micro_batch", "step") else 1
-            if getattr(self, one.name) < least:
-                raise ValueError(f"a segment's {one.name} is at least {least}, got {getattr(self, one.name)}")
+        for name in ("micro_batch", "step", "num_lanes", "batch_size", "world_size"):
+            least = 0 if name in ("micro_batch", "step") else 1
+            if getattr(self, name) < least:
+                raise ValueError(f"a segment's {name} is at least {least}, got {getattr(self, name)}")
         if self.num_lanes > MAX_LANES:
             raise ValueError(f"an epoch has at most {MAX_LANES} lanes, got {self.num_lanes}")
         if self.num_lanes % self.world_size:
@@ -152,6 +155,8 @@ class ReaderState:
             raise ValueError("a reader state has at least one segment")
         if self.epoch < 0:
             raise ValueError(f"epochs are counted from 0, got {self.epoch}")
+        if any(one.share for one in self.segments) and not self.identity.endless:
+            raise ValueError("a source of a mixture is an endless stream")
         if self.identity.endless and self.epoch:
             raise ValueError(f"an endless stream counts its epochs itself, got epoch {self.epoch}")
         self._check_segments()

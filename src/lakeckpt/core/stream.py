@@ -5,6 +5,9 @@ and are always full. The extra rows of uneven shares rotate over the lanes (epoc
 lanes (e * rem + i) mod num_lanes), so that lanes never drift more than one row apart, and where a lane stands after any
 number of epochs is a closed formula.
 
+As a source of a mixture, a stream has only its share of each micro-batch (`lakeckpt.core.streams.mixing.Share`), and
+a lane may have more rows than another.
+
 A *unit* is the part of one epoch that a stream deals: first the rests of epochs that had begun when the deal was made,
 then whole epochs. The module never keeps state.
 """
@@ -22,6 +25,7 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Left, Rest, spans_of, turns
 from lakeckpt.core.order import lane_bounds
 from lakeckpt.core.receipts import Span
+from lakeckpt.core.streams.mixing import SCALE, Share
 
 __all__ = ["StreamDeal"]
 
@@ -52,6 +56,8 @@ class StreamDeal:
     start: Rest
     unit: int = 1
     """Tokens of a position in a packed order: the epochs together are cut into positions. 1: a position is a row."""
+    share: Share | None = None
+    """The share of the stream in each micro-batch of a mixture; None: micro-batches are full."""
 
     def __post_init__(self) -> None:
         if self.rows < self.unit:
@@ -119,10 +125,24 @@ class StreamDeal:
             whole += 1
         return len(self._begun) + whole
 
+    @cached_property
+    def _recent(self) -> dict[int, tuple[int, _Unit]]:
+        """Lane → the unit that it was in last, and its number: the next micro-batch nearly always begins there."""
+        return {}
+
+    def _known_unit_of(self, lane: int, offset: int) -> int:
+        """Return `_unit_of`, which costs more where the lane has left the unit that it was in."""
+        index, unit = self._recent.get(lane, (0, None))
+        if unit is None or not 0 <= offset - int(unit.before[lane]) < int(unit.bounds[lane + 1] - unit.bounds[lane]):
+            index = self._unit_of(lane, offset)
+            self._recent[lane] = index, self._unit(index)
+        return index
+
     def _pieces(self, lane: int, start: int, stop: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        index = self._unit_of(lane, start)
+        index = self._known_unit_of(lane, start)
         while start < stop:
-            unit = self._unit(index)
+            recent = self._recent[lane]
+            unit = recent[1] if recent[0] == index else self._unit(index)
             low, high = int(unit.bounds[lane]), int(unit.bounds[lane + 1])
             begin = low + start - int(unit.before[lane])
             upto = min(high, low + stop - int(unit.before[lane]))
@@ -134,17 +154,57 @@ class StreamDeal:
     def spans(self, micro_batch: int) -> list[Span]:
         """See `lakeckpt.core.lanes.Deal`."""
         turn, lane = divmod(micro_batch - self.first, self.num_lanes)
-        start = turn * self.batch_size
-        pieces = self._pieces(lane, start, start + self.batch_size)
+        if self.share is None:
+            start, stop = turn * self.batch_size, (turn + 1) * self.batch_size
+        else:
+            start, stop = (self.share.before_one(lane, one, self.batch_size) for one in (turn, turn + 1))
+        return self.lane_spans(lane, start, stop)
+
+    def lane_spans(self, lane: int, start: int, stop: int) -> list[Span]:
+        """Return the ``start``-th to ``stop``-th (exclusive) positions of ``lane``, over epoch borders."""
+        pieces = self._pieces(lane, start, stop) if start < stop else ()
         return [span for epoch, positions in pieces for span in spans_of(epoch, positions)]
 
     def rows_of(self, start: int, stop: int) -> int:
         """See `lakeckpt.core.lanes.Deal`."""
-        return (stop - start) * self.batch_size
+        if self.share is None:
+            return (stop - start) * self.batch_size
+        turn, lane = np.divmod(np.arange(start, stop) - self.first, self.num_lanes)
+        if stop - start == 1:
+            before = (self.share.before_one(int(lane[0]), int(turn[0]) + more, self.batch_size) for more in (1, 0))
+            return next(before) - next(before)
+        return int((self._before_turns(lane, turn + 1) - self._before_turns(lane, turn)).sum())
+
+    def _before_turns(self, lanes: Int64Array, turns: Int64Array) -> Int64Array:
+        """Return how many positions each of ``lanes`` gives in its first ``turns`` micro-batches."""
+        if self.share is None:
+            return turns * self.batch_size
+        return self.share.before(lanes, turns, self.batch_size)
+
+    def end_of(self, epoch: int) -> int | None:
+        """Return the first micro-batch that has positions of a later epoch than ``epoch``; None if there is none."""
+        if self.share is not None and not self.share.weights[self.share.source]:
+            return None
+        whole, begun = epoch + 1 - self.start.next_epoch, [one for one in self._begun if one.epoch <= epoch]
+        every = np.zeros(self.num_lanes, np.int64)
+        if whole >= 0:
+            every = self._before(whole)
+        elif begun:
+            every = begun[-1].before + np.diff(begun[-1].bounds)
+        lanes, low, high = np.arange(self.num_lanes), np.zeros_like(every), (every + 2) * SCALE
+        while (low < high).any():  # the most turns after which no lane has more than it has of epochs up to this one
+            middle = (low + high + 1) // 2
+            fits = self._before_turns(lanes, middle) <= every
+            low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+        return self.first + int((low * self.num_lanes + lanes).min())
 
     def rest(self, micro_batch: int) -> Rest:
         """See `lakeckpt.core.lanes.Deal`."""
-        done = turns(micro_batch - self.first, self.num_lanes) * self.batch_size
+        done = turns(micro_batch - self.first, self.num_lanes)
+        return self.rest_of(self._before_turns(np.arange(self.num_lanes), done))
+
+    def rest_of(self, done: Int64Array) -> Rest:
+        """Return what is left when each lane has given its first ``done`` rows: int64, shape (num_lanes,)."""
         reached = [self._unit_of(lane, int(done[lane])) for lane in range(self.num_lanes)]
         lefts, entered = [], max(min(reached), len(self._begun)) - 1
         for index in range(min(reached), max(max(reached) + 1, len(self._begun))):

@@ -64,7 +64,7 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
     def is_ready(self) -> bool:
         """True where the next batch would come without a wait."""
         rows = self._announced[0][1] if self._announced else None
-        return rows is None or PositionReader.is_ready(rows)
+        return rows is None or self._source.is_ready(rows)
 
     def close(self) -> None:
         """Drop what was announced and decoded, and end the threads."""

@@ -12,9 +12,10 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lakeckpt.core.receipts import Receipt
+from lakeckpt.errors import ConfigError
 from lakeckpt.reading.columns.ragged import Ragged
 
-__all__ = ["Batch", "is_text", "moved", "pinned", "texts"]
+__all__ = ["Batch", "checked_number_column", "is_text", "moved", "numbered", "pinned", "texts"]
 
 
 class Batch(dict[str, Any]):
@@ -80,6 +81,28 @@ def pinned(value: Any) -> Any:
         return pin_memory(value)  # type: ignore[no-untyped-call]
     columns = {name: one if is_text(one) else pin_memory(one) for name, one in value.items()}  # type: ignore[no-untyped-call]
     return Batch(columns, value.__dict__.get("receipt"))
+
+
+def checked_number_column(name: Any, *, row_wise: bool) -> str | None:
+    """Return ``name``, under which `numbered` puts numbers into batches, or None; ConfigError where it cannot be."""
+    if name is not None and (not isinstance(name, str) or row_wise):
+        raise ConfigError(
+            f"receipt_column is a name, and needs a dataset with a batch_size; got {name!r}"
+            + (" for single rows" if row_wise else "")
+        )
+    return name
+
+
+def numbered(item: Any, name: str, number: int) -> Any:
+    """Return the batch ``item`` with ``number`` under ``name``; ConfigError where it cannot hold it."""
+    if not isinstance(item, dict) or name in item:
+        what = f"has a column {name!r}" if isinstance(item, dict) else f"is a {type(item).__name__}"
+        raise ConfigError(
+            f"receipt_column={name!r} adds a column of this name to each batch, which must be a dict without it, "
+            f"and the batch {what}. Name another one, or let the transform return a dict"
+        )
+    item[name] = number
+    return item
 
 
 def is_text(value: Any) -> bool:

@@ -165,12 +165,12 @@ class LakeDataset(IterableDataset[Any]):
         self._turns = WorkerTurns(self._source, self._progress, self._carried, row_wise=self.row_wise)
         self._read_ahead = ""
 
-    def _packed(self, packing: Packing) -> LakeDataset:
-        """Return a dataset that reads the same rows as documents, packed into sequences."""
+    def _changed(self, **changes: Any) -> LakeDataset:
+        """Return a dataset that reads the same table from its start, with ``changes`` of what is `Pinned`."""
         made = object.__new__(LakeDataset)
         made.__dict__.update(self.__dict__)
-        made.columns = [packing.column]
-        made._read(replace(self._versions.at_hand, columns=made.columns, packing=packing), self._source.transform)
+        made.columns = changes.get("columns", self.columns)
+        made._read(replace(self._versions.at_hand, **changes), self._source.transform)
         return made
 
     @property

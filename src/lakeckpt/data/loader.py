@@ -10,7 +10,6 @@ of a loader is in `lakeckpt.data.place.reader`.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -24,13 +23,22 @@ from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
-from lakeckpt.data.batch import pinned
+from lakeckpt.data.batch import checked_number_column, numbered, pinned
 from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.foreign.frameworks import EpochSetter, Prepared, check_counted, check_not_fetched_ahead, counts_steps
+from lakeckpt.data.foreign.frameworks import (
+    EpochSetter,
+    Prepared,
+    check_counted,
+    check_not_fetched_ahead,
+    counts_steps,
+    without_others,
+)
 from lakeckpt.data.options import flag, optional, whole
-from lakeckpt.data.place.reader import LoaderReader
+from lakeckpt.data.place.mixed import MixedProgress
+from lakeckpt.data.place.reader import LoaderReader, sources_of
 from lakeckpt.data.prefetch import Stage
 from lakeckpt.data.source import gives
+from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.data.workers.pool import Workers
 from lakeckpt.data.workers.reader import Beginning
 from lakeckpt.errors import ConfigError, StateUnavailable
@@ -49,6 +57,7 @@ _ELSEWHERE = {
     "in_order": "the order of rows never depends on workers",
 }
 """The arguments of a DataLoader that a LakeLoader does not have, and where they went."""
+_RESTARTS = "a LakeLoader with restart=True begins anew in each iteration: it has no state"
 
 
 class LakeLoader(Prepared, DataLoader[Any]):
@@ -108,10 +117,9 @@ class LakeLoader(Prepared, DataLoader[Any]):
             raise ConfigError(f"LakeLoader has no {name}=: {_ELSEWHERE[name]}")
         if not isinstance(dataset, LakeDataset):
             raise ConfigError(f"LakeLoader reads a lakeckpt.LakeDataset, got {type(dataset).__name__}")
-        num_workers = whole("num_workers", num_workers)
         prefetch_factor = optional("prefetch_factor", prefetch_factor)
         options: dict[str, Any] = {
-            "num_workers": num_workers,
+            "num_workers": whole("num_workers", num_workers),
             "pin_memory": pin_memory,
             "prefetch_factor": prefetch_factor,
             "persistent_workers": persistent_workers,
@@ -126,19 +134,14 @@ class LakeLoader(Prepared, DataLoader[Any]):
             raise ConfigError(str(error)) from error
         self._restarts = dataset.epoch if flag("restart", restart) else None
         """The epoch of every iteration of a loader that restarts; None: it goes on."""
-        if restart and dataset.identity.endless:
-            raise ConfigError("restart=True begins an epoch again, and an endless stream has no epochs")
         if restart:
+            if dataset.identity.endless:
+                raise ConfigError("restart=True begins an epoch again, and an endless stream has no epochs")
             dataset._progress.deliveries.saved()  # its place is never saved, and that is no reason to warn
         object.__setattr__(self, "sampler", EpochSetter(self._framework_epoch))  # torch's own refuses another one
         self._progress = dataset._progress
         self._row_wise = dataset.row_wise
-        if receipt_column is not None and (not isinstance(receipt_column, str) or self._row_wise):
-            raise ConfigError(
-                f"receipt_column is a name, and needs a dataset with a batch_size; got {receipt_column!r}"
-                + (" for single rows" if self._row_wise else "")
-            )
-        self.receipt_column = receipt_column
+        self.receipt_column = checked_number_column(receipt_column, row_wise=self._row_wise)
         self._own_generator = torch.Generator() if generator is None else None
         self._ahead = prefetch_factor
         self._workers: Workers | None = None
@@ -242,9 +245,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def _begun(self) -> tuple[Any, Iterator[tuple[Receipt, Any]]]:
         """Return the place where the next iteration begins, and what it will deliver, which is read from now on."""
         rank = self.topology[0]
-        assignments = self._progress.assignments(rank)
         self._seed_workers(rank)
-        return self._place(), self._found(assignments, rank)
+        return self._place(), self._found(self._progress.assignments(rank), rank)
 
     def _place(self) -> Any:
         return self._progress.state, self.topology, os.getpid()
@@ -297,30 +299,22 @@ class LakeLoader(Prepared, DataLoader[Any]):
             iteration, found = progress.begin_iteration(), self._begun()[1]
         # Checked before anything is taken: with persistent workers a newer iterator goes on with them.
         progress.check(iteration)
-        step = progress.state.step
+        step, replanned = progress.state.step, progress.replanned
         found = found if stage is None else stage(found)
         while (pulled := next(found, None)) is not None:
             receipt, batch = pulled
             self.dataset._carried.check(batch, receipt)
             if gives(receipt, self._row_wise):
                 progress.check(iteration)
-                item = batch if self.receipt_column is None else self._numbered(batch, receipt)
+                item = batch if self.receipt_column is None else numbered(batch, self.receipt_column, receipt.number)
                 progress.delivered(receipt)
                 yield item
             step = receipt.step + 1
             progress.check(iteration)
+            if progress.replanned != replanned:
+                replanned, again = progress.replanned, self._begun()[1]
+                found = again if stage is None else stage(again)
         progress.end(step)
-
-    def _numbered(self, item: Any, receipt: Receipt) -> Any:
-        name = self.receipt_column
-        if not isinstance(item, dict) or name in item:
-            what = f"has a column {name!r}" if isinstance(item, dict) else f"is a {type(item).__name__}"
-            raise ConfigError(
-                f"receipt_column={name!r} adds a column of this name to each batch, which must be a dict without it, "
-                f"and the batch {what}. Name another one, or let the transform return a dict"
-            )
-        item[name] = receipt.number
-        return item
 
     def _settle(self) -> None:
         self._progress.settle(self.topology[1], self.num_workers)
@@ -346,6 +340,15 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._early = None
         self.dataset.rewind()
 
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Give the sources of a `lakeckpt.mix`, each of which ``weights`` names, other weights from the next step on.
+        Every rank must do so at the same step. What was read ahead is read anew. Raises ConfigError."""
+        if not isinstance(self._progress, MixedProgress):
+            raise ConfigError("set_weights changes the weights of a lakeckpt.mix, and this loader reads one dataset")
+        self._settle()
+        self._progress.set_weights(weights)
+        self._early = None
+
     # --- state
 
     def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
@@ -368,8 +371,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
         StateError where it is none of a LakeLoader, or none that a job comes to.
         """
         self._check_goes_on()
-        found, counts = ReaderState.from_plain(state), counts_steps()
-        if counts:
+        found, counts = self._progress.read(state), counts_steps()
+        if counts and isinstance(found, ReaderState):
             check_counted(found, self.topology[1])
         self._progress.load(found)
         self._early = None
@@ -380,21 +383,17 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def _reader(self) -> LoaderReader:
         """The side that checkpoint managers see (`lakeckpt.tracking.readers`); ConfigError where nothing is to save."""
         if self._restarts is not None:
-            raise ConfigError(
-                "a LakeLoader with restart=True begins anew in each iteration: it has no state, so leave it out of the "
-                "manager's state"
-            )
-        return LoaderReader(self)
+            raise ConfigError(f"{_RESTARTS}, so leave it out of the manager's state")
+        return LoaderReader(self, self.dataset)
+
+    @property
+    def _readers(self) -> dict[str, LoaderReader]:
+        """The sides that checkpoint managers see, by what is added to the loader's name: one for each source."""
+        return sources_of(self, self.dataset.sources) if isinstance(self.dataset, MixedDataset) else {"": self._reader}
 
     def _check_goes_on(self) -> None:
         if self._restarts is not None:
-            raise StateUnavailable("a LakeLoader with restart=True begins anew in each iteration: it has no state")
+            raise StateUnavailable(_RESTARTS)
 
 
-def _without_others(init: Any) -> inspect.Signature:
-    """The arguments that there are: frameworks that make a loader anew give it whatever its signature names."""
-    found = inspect.signature(init)
-    return found.replace(parameters=[one for one in found.parameters.values() if one.kind is not one.VAR_KEYWORD])
-
-
-LakeLoader.__init__.__signature__ = _without_others(LakeLoader.__init__)  # type: ignore[attr-defined]
+LakeLoader.__init__.__signature__ = without_others(LakeLoader.__init__)  # type: ignore[attr-defined]

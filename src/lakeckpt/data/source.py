@@ -20,7 +20,7 @@ from lakeckpt.core.order import EpochLayout
 from lakeckpt.core.plan import Assignment, LayoutKey
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.data.batch import Batch, texts
-from lakeckpt.data.memory import limit_of
+from lakeckpt.data.memory import default_limit_bytes, limit_of
 from lakeckpt.data.options import ReadOptions
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.transform import TransformContext
@@ -34,13 +34,30 @@ from lakeckpt.reading.windows.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder
 from lakeckpt.reading.windows.positions import Announced, PositionReader
 from lakeckpt.reading.windows.threads import usual_threads
 
-__all__ = ["BatchSource", "Output", "gives", "row_of"]
+__all__ = ["BatchSource", "Iterations", "Output", "gives", "row_of"]
 
 Output = Literal["torch", "numpy", "arrow"]
 _LAYOUTS_KEPT = 4
 
 
-class BatchSource:
+class Iterations:
+    """Closes each iteration when the next one begins."""
+
+    def __init__(self) -> None:
+        self._iteration: weakref.ref[Any] | None = None
+
+    def begin(self, iteration: Any) -> None:
+        """Close the iteration that read before ``iteration``, if somebody still holds it: its windows take memory."""
+        before = None if self._iteration is None else self._iteration()
+        if before is not None:
+            before.close()
+        self._iteration = weakref.ref(iteration)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_iteration": None}
+
+
+class BatchSource(Iterations):
     """Makes what the loop gets of the rows of assignments of one table. Not safe for use by several threads."""
 
     def __init__(
@@ -52,32 +69,22 @@ class BatchSource:
         transform: Callable[[Any, TransformContext], Any] | None,
         row_wise: bool,
     ) -> None:
+        super().__init__()
         self._spec, self._endless = pinned.spec, pinned.endless
-        self._output = output
+        self.output: Output = output
+        """What a batch holds: tensors, arrays, or an Arrow table."""
         self._nulls: Nulls = options.nulls
         self._gives_texts = options.text == "str" and output != "arrow"
         self._transform = transform
         self._row_wise = row_wise
         self.memory_limit_bytes = options.memory_limit_bytes
-        self._iteration: weakref.ref[Any] | None = None
+        self.sharing = 1
+        """How many sources of a mixture share the memory that is taken where the user gives no limit."""
         self.pin(pinned)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_layouts": {},
-            "_recent": (None, None),
-            "_limits": {},
-            "_iteration": None,
-            "_idle": None,
-        }
-
-    def begin(self, iteration: Any) -> None:
-        """Close the iteration that read before ``iteration``, if somebody still holds it: its windows take memory."""
-        before = None if self._iteration is None else self._iteration()
-        if before is not None:
-            before.close()
-        self._iteration = weakref.ref(iteration)
+        empty: dict[str, Any] = {"_layouts": {}, "_recent": (None, None), "_limits": {}, "_idle": None}
+        return {**super().__getstate__(), **empty}
 
     def pin(self, pinned: Pinned) -> None:
         """Read this version of the table from now on."""
@@ -91,6 +98,11 @@ class BatchSource:
         """The limits of the memory of readers, by their lanes."""
         self._idle: tuple[int, PositionReader] | None = None
         """The lanes and the reader of an iteration that is over: its memory serves the next one."""
+
+    @staticmethod
+    def is_ready(announced: Announced) -> bool:
+        """Return whether `take` would not wait."""
+        return PositionReader.is_ready(announced)
 
     @property
     def transform(self) -> Callable[..., Any] | None:
@@ -111,7 +123,7 @@ class BatchSource:
     def take(self, reader: PositionReader, announced: Announced, receipt: Receipt) -> Any:
         """Return what the loop gets for the rows that were announced to ``reader``: a batch, or a row."""
         rows = reader.take(announced)
-        if self._output == "arrow":
+        if self.output == "arrow":
             return self._finished(rows, receipt)
         for name in self._texts:
             rows[name] = texts(rows[name])
@@ -155,6 +167,9 @@ class BatchSource:
         window, ahead = self._spec.window, DEFAULT_AHEAD_BYTES
         if lanes not in self._limits:
             given = self.memory_limit_bytes
+            if given is None and self.sharing > 1:
+                info = get_worker_info()
+                given = default_limit_bytes(1 if info is None else info.num_workers) // self.sharing
             packing = None if self._selecting is None else self._selecting.packing
             growth = 1.0 if packing is None else packing.growth(self._table.schema)
             self._limits[lanes] = limit_of(given, self._table, self._columns, window=window, lanes=lanes, growth=growth)
@@ -184,8 +199,8 @@ class BatchSource:
             decoder,
             self._spec,
             max_windows=lanes,
-            nulls=None if self._output == "arrow" else self._nulls,
-            make=torch.from_numpy if self._output == "torch" else None,
+            nulls=None if self.output == "arrow" else self._nulls,
+            make=torch.from_numpy if self.output == "torch" else None,
             memory_limit_bytes=limit,
             threads=_threads(),
             decoder_of=decoder_of,

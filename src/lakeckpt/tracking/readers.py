@@ -2,7 +2,7 @@
 
 Anything with ``state_dict`` and ``load_state_dict`` can be checkpointed. What also has the three other members of
 `TrackedReader` is a tracked reader: its state is taken as of a receipt, must agree on all ranks, and its consumption
-enters the ledger. A `lakeckpt.LakeLoader` has these members on an object of its own, its ``_reader`` (`reader_of`).
+enters the ledger. A `lakeckpt.LakeLoader` has these members on objects of its own, its ``_readers`` (`readers_of`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
     "TrackedReader",
     "VersionedReader",
     "index_of",
-    "reader_of",
+    "readers_of",
     "selection_of",
     "versions_of",
 ]
@@ -60,10 +60,12 @@ class TrackedReader(Protocol):
         ...
 
 
-def reader_of(one: Any) -> Any:
-    """Return the tracked reader that ``one`` keeps for managers; ``one`` itself where it keeps none."""
-    found = getattr(one, "_reader", None)
-    return found if isinstance(found, TrackedReader) else one
+def readers_of(one: Any) -> Mapping[str, Any]:
+    """Return the tracked readers that ``one`` keeps for managers, by what is added to its name; itself where it keeps
+    none. A loader of a mixture keeps one for each source."""
+    found = getattr(one, "_readers", None)
+    is_kept = isinstance(found, Mapping) and all(isinstance(each, TrackedReader) for each in found.values())
+    return found if is_kept and found else {"": one}
 
 
 @runtime_checkable

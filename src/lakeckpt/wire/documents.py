@@ -18,6 +18,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
+from itertools import takewhile
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lakeckpt.errors import LakeckptError, NewerFormat, UnsupportedValue, WireDamaged
@@ -45,7 +46,8 @@ Positive = Annotated[int, _at_least(1)]
 
 
 def as_row(kind: type[_T]) -> type[_T]:
-    """Mark a dataclass: its document is the list of its fields, without their names."""
+    """Mark a dataclass: its document is the list of its fields, without their names. Last fields that are None by
+    default are missing where they are None."""
     setattr(kind, _ROW, True)
     return kind
 
@@ -195,12 +197,14 @@ def _dataclass(kind: Any) -> _Form:
     forms = {one.name: _form(hints[one.name]) for one in known}
     needed = [one.name for one in known if one.default is MISSING and one.default_factory is MISSING]
     is_row = _ROW in vars(kind)
+    ending = list(takewhile(lambda one: one.default is None, reversed(known)))
+    shortest = len(known) - len(ending)
 
     def read(plain: object) -> Any:
         if is_row:
-            if len(_exactly(list, plain)) != len(forms):
+            if not shortest <= len(_exactly(list, plain)) <= len(forms):
                 raise _Wrong(f"it must be [{', '.join(forms)}], got {plain!r:.80}")
-            plain = dict(zip(forms, plain, strict=True))  # type: ignore[call-overload]
+            plain = dict(zip(forms, plain, strict=False))  # type: ignore[call-overload]
         _check_names(forms, needed, plain)
         values = {}
         for name, one in plain.items():  # type: ignore[attr-defined]
@@ -213,7 +217,12 @@ def _dataclass(kind: Any) -> _Form:
 
     def write(value: Any) -> Any:
         found = {name: form.write(getattr(value, name)) for name, form in forms.items()}
-        return list(found.values()) if is_row else found
+        if not is_row:
+            return found
+        row = list(found.values())
+        while len(row) > shortest and row[-1] is None:
+            row.pop()
+        return row
 
     return _Form(write, read)
 

@@ -20,6 +20,7 @@ from lakeckpt.core.plan import consumption
 from lakeckpt.core.read_ahead import Basis, Given, ReadAhead
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import ReaderState
+from lakeckpt.core.streams.mixture import MixedReceipt
 from lakeckpt.errors import ConfigError, StateError
 from lakeckpt.tracking.readers import DeliveringReader, TrackedReader, index_of, versions_of
 from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
@@ -232,15 +233,17 @@ def by_reader(stated: Any, tracks: Mapping[str, ReaderTrack]) -> Mapping[str, Re
             'CheckpointManager(…, {"reader": loader, …}). With another loader there, such as torchdata\'s '
             "StatefulDataLoader, call step() without a batch"
         )
-    if isinstance(stated, Mapping) and stated and not hasattr(stated, "receipt") and set(stated) <= set(tracks):
-        return {name: _receipt(one, tracks[name]) for name, one in stated.items()}
-    if len(tracks) > 1:
+    loaders: dict[str, list[ReaderTrack]] = {}  # those of a mixture have a track for each source
+    for track in tracks.values():
+        loaders.setdefault(track.name.removesuffix(getattr(track.reader, "suffix", "")), []).append(track)
+    if isinstance(stated, Mapping) and stated and not hasattr(stated, "receipt") and set(stated) <= set(loaders):
+        return {track.name: _receipt(one, track) for name, one in stated.items() for track in loaders[name]}
+    if len(loaders) > 1:
         raise ConfigError(
-            f"there are {len(tracks)} tracked readers ({', '.join(sorted(tracks))}): give step() a mapping of their "
+            f"there are {len(loaders)} tracked readers ({', '.join(sorted(loaders))}): give step() a mapping of their "
             f"names to batches, got {_shown(stated)}"
         )
-    name, track = next(iter(tracks.items()))
-    return {name: _receipt(stated, track)}
+    return {track.name: _receipt(stated, track) for track in tracks.values()}
 
 
 def _receipt(stated: Any, track: ReaderTrack) -> Receipt:
@@ -251,6 +254,11 @@ def _receipt(stated: Any, track: ReaderTrack) -> Receipt:
         return found
     reader = track.reader
     column = getattr(reader, "receipt_column", None)
+    mixed = stated if isinstance(stated, MixedReceipt) else found
+    if isinstance(mixed, MixedReceipt) and isinstance(reader, DeliveringReader):
+        found = reader.receipt_of(mixed.number)
+        track.check(found)
+        return found
     if isinstance(stated, Mapping) and column in stated:
         stated = stated[column]
     number = _number(stated)

@@ -17,6 +17,7 @@ The module imports neither of them, and calls nothing that it finds on the stack
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 import weakref
@@ -31,7 +32,15 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import ReaderState
 from lakeckpt.errors import ConfigError, StateUnavailable
 
-__all__ = ["EpochSetter", "Prepared", "check_counted", "check_dealers", "check_not_fetched_ahead", "counts_steps"]
+__all__ = [
+    "EpochSetter",
+    "Prepared",
+    "check_counted",
+    "check_dealers",
+    "check_not_fetched_ahead",
+    "counts_steps",
+    "without_others",
+]
 
 _MODULES = frozenset({"accelerate.data_loader", "transformers.trainer_pt_utils"})
 _DEALERS = frozenset({"DataLoaderDispatcher", "IterableDatasetShard"})
@@ -180,3 +189,10 @@ class EpochSetter(Sampler[None]):
         """See `LakeLoader.set_epoch`. An iterator of which nothing was asked yet goes on there."""
         if (found := self._set_epoch()) is not None:
             found(epoch)
+
+
+def without_others(init: Any) -> inspect.Signature:
+    """Return the signature of ``init`` without ``**others``: frameworks that make a loader anew give it whatever its
+    signature names."""
+    found = inspect.signature(init)
+    return found.replace(parameters=[one for one in found.parameters.values() if one.kind is not one.VAR_KEYWORD])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lakeckpt.core.plan import Assignment, Plan, check_place, fit_lanes, rebase, replan, start
 from lakeckpt.core.receipts import Receipt
@@ -54,6 +55,8 @@ class Progress:
         self._plan: Plan | None = None
         self._iteration, self._began = 0, -1
         self.deliveries = Deliveries(row_wise=row_wise)
+        self.replanned = 0
+        """See `lakeckpt.data.place.mixed.MixedProgress`."""
 
     # --- what is asked
 
@@ -146,7 +149,7 @@ class Progress:
         stored = None if state is None else state.segment.num_lanes
         num_lanes = num_lanes or fit_lanes(self._num_lanes, stored, world_size, workers)
         check_lanes(num_lanes)
-        topology = {"num_lanes": num_lanes, "batch_size": self._batch_size, "world_size": world_size}
+        topology: dict[str, Any] = {"num_lanes": num_lanes, "batch_size": self._batch_size, "world_size": world_size}
         if state is None or self.over:
             return start(self.identity, epoch=self.epoch, **topology)
         return replan(state, **topology)
@@ -154,6 +157,10 @@ class Progress:
     def following(self, state: ReaderState) -> ReaderState:
         """Return the start of the epoch after that of ``state``, in the order of this identity."""
         return self._start_of(state.epoch + 1, state)
+
+    def read(self, plain: object) -> ReaderState:
+        """Return the state of which `ReaderState.to_plain` made ``plain``. Raises StateError where it is none."""
+        return ReaderState.from_plain(plain)
 
     def load(self, state: ReaderState, *, ahead: int = 0) -> None:
         """Go on from ``state``; StateMismatch, without a change, if it belongs to another order of rows.
@@ -223,11 +230,16 @@ class Progress:
 
     def repin(self, identity: Identity | Pinned) -> Callable[[], None]:
         """Go on in the order of another table version; a state is loaded next. Return a function that undoes it."""
-        before = {**self.__dict__, "_begun": self.runs.copy()}
+        undo = self.remember()
         self._pin(identity)
         self.last_receipt, self.over = None, False
         self._state = self._settled = self._plan = self._later = None
         self._iteration += 1
+        return undo
+
+    def remember(self) -> Callable[[], None]:
+        """Return a function that goes back to where this is now; iterations that have begun are out of date then."""
+        before = {**self.__dict__, "_begun": self.runs.copy()}
 
         def undo() -> None:
             iteration = self._iteration + 1
@@ -235,6 +247,11 @@ class Progress:
             self._iteration = iteration
 
         return undo
+
+    def go_to(self, state: ReaderState) -> None:
+        """Go on from ``state``, which follows from the state at hand, or is of the first step."""
+        if state is not self._state:
+            self._set(state)
 
     def _pin(self, identity: Identity | Pinned) -> None:
         self._identity = identity
@@ -263,6 +280,11 @@ class Progress:
         self._reached = receipt.step + 1
         self.last_receipt = receipt
         self.deliveries.delivered(self._iteration)
+
+    def reached(self, step: int, iteration: int) -> None:
+        """Note that the loop got what a mixture has in ``step``, of this source and others."""
+        self._reached = step + 1
+        self.deliveries.delivered(iteration)
 
     def turn(self, rank: int, *, loaded: bool = False) -> None:
         """End the epoch at hand, where the loop received its last batch and then began anew instead of asking for more.

@@ -6,6 +6,7 @@ it on the training thread only. It starts no threads itself; `start` has the loa
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -13,35 +14,43 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.place.deliveries import Deliveries
 from lakeckpt.data.place.identity import Pinned
+from lakeckpt.data.place.mixed import MixedProgress
+from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Fit
+from lakeckpt.errors import StateError
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
 
 if TYPE_CHECKING:
+    from lakeckpt.data.dataset import LakeDataset
     from lakeckpt.data.loader import LakeLoader
 
-__all__ = ["LoaderReader"]
+__all__ = ["LoaderReader", "SourceReader", "sources_of"]
 
 
 class LoaderReader:
-    """The side of ``loader`` that checkpoint managers see."""
+    """The side of ``loader`` that checkpoint managers see; ``dataset`` is what it reads."""
 
-    def __init__(self, loader: LakeLoader) -> None:
-        self._loader = loader
+    suffix = ""
+    """What a manager adds to the loader's name."""
+
+    def __init__(self, loader: LakeLoader, dataset: LakeDataset) -> None:
+        self._loader, self._dataset = loader, dataset
+        self._progress: Progress = dataset._progress
 
     # --- as the loader has it
 
     @property
     def table(self) -> Table:
         """The table, at the version that is read."""
-        return self._loader.table
+        return self._dataset.table
 
     @property
     def row_filter(self) -> RowFilter | None:
         """The filter; None: every row is read."""
-        return self._loader.dataset.row_filter
+        return self._dataset.row_filter
 
     @property
     def num_workers(self) -> int:
@@ -79,7 +88,7 @@ class LoaderReader:
     @property
     def deliveries(self) -> Deliveries:
         """Counts what the loop was given since the last step."""
-        return self._loader._progress.deliveries
+        return self._progress.deliveries
 
     def receipt_of(self, number: int) -> Receipt:
         """Return the receipt of the batch that held ``number`` in its ``receipt_column``.
@@ -87,35 +96,78 @@ class LoaderReader:
         Raises StateUnavailable where no such batch was delivered since the last checkpoint.
         """
         self._loader._settle()
-        return self._loader._progress.runs.numbered(number, self._loader.topology[0])
+        return self._progress.runs.numbered(number, self._loader.topology[0])
 
     def mark(self, at: Receipt | None = None) -> None:
         """Forget what was consumed up to ``at``: a checkpoint has recorded it."""
         self._loader._settle()
-        self._loader._progress.runs.mark(at)
+        self._progress.runs.mark(at)
 
     def stretches(self, at: Receipt | None = None) -> list[tuple[ReaderState, ReaderState]]:
         """Return what was consumed since the mark up to ``at``, as (from, to) pairs of states of one epoch each."""
         self._loader._settle()
-        return self._loader._progress.runs.stretches(at)
+        return self._progress.runs.stretches(at)
 
     def offer_selection(self, found: RowSelection) -> bool:
         """Take a saved selection instead of counting; return whether it was needed, and fits table and filter."""
-        return self._loader.dataset._versions.at_hand.offer(found)
+        return self._dataset._versions.at_hand.offer(found)
 
     @property
     def versions(self) -> list[Pinned]:
         """The table versions that something was read of since the last checkpoint, and the one at hand."""
-        return self._loader.dataset._versions.read
+        return self._dataset._versions.read
 
     def fit(self, state: Mapping[str, Any], saved: Callable[[str], TableIndex | None], *, look: bool) -> Fit:
         """See `lakeckpt.data.place.versions.Versions.fit`."""
-        return self._loader.dataset._versions.fit(ReaderState.from_plain(state), saved, look=look)
+        return self._dataset._versions.fit(ReaderState.from_plain(state), saved, look=look)
 
     def repin(self, index: TableIndex) -> Callable[[], None]:
         """Read the table version that ``index`` pins; a state is loaded next. Return a function that undoes it."""
-        return self._loader.dataset._versions.repin(index)
+        return self._dataset._versions.repin(index)
 
     def next_epoch(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of the start of the epoch after that of ``state``, at the version at hand."""
-        return self._loader._progress.following(ReaderState.from_plain(state)).to_plain()
+        return self._progress.following(ReaderState.from_plain(state)).to_plain()
+
+
+class SourceReader(LoaderReader):
+    """The side of one source of a mixture, number ``source`` of the ``dataset`` that ``loader`` reads."""
+
+    def __init__(self, loader: LakeLoader, dataset: LakeDataset, source: int, suffix: str) -> None:
+        super().__init__(loader, dataset)
+        self._source, self.suffix = source, suffix
+
+    @property
+    def _mixed(self) -> MixedProgress:
+        found: Any = self._loader._progress
+        assert isinstance(found, MixedProgress)
+        return found
+
+    @property
+    def last_receipt(self) -> Receipt | None:
+        """What the source gave to the micro-batch that the loop received last."""
+        return self._mixed.receipt_of(self._source)
+
+    def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
+        """Return the state of the source, of all that the loop has received, or of all up to ``at``."""
+        with contextlib.suppress(StateError):  # a restore has loaded the states of other sources, and not yet this one
+            self._loader._settle()
+        return self._progress.at(at).to_plain()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state`` at the next iteration, if the other sources go on from there, too."""
+        self._progress.load(ReaderState.from_plain(state))
+        self._mixed.changed()
+        self._loader._early = None
+
+    def repin(self, index: TableIndex) -> Callable[[], None]:
+        """See `LoaderReader.repin`."""
+        undo = super().repin(index)
+        self._mixed.changed()
+        return undo
+
+
+def sources_of(loader: LakeLoader, sources: Mapping[str, LakeDataset]) -> dict[str, LoaderReader]:
+    """Return the readers of the ``sources`` of the mixture that ``loader`` reads, by what is added to its name."""
+    every = enumerate(sources.items())
+    return {f".{name}": SourceReader(loader, one, number, f".{name}") for number, (name, one) in every}

@@ -80,7 +80,7 @@ def pack(
         masks_ends=flag("mask_ends", mask_ends),
         padding=_token(padding),
     )
-    return dataset._packed(packing)
+    return dataset._changed(columns=[column], packing=packing)
 
 
 def _tokens(name: str, tokens: int | Sequence[int] | None) -> tuple[int, ...]:

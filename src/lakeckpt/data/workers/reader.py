@@ -32,8 +32,8 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from lakeckpt.core.plan import Assignment, Plan
 from lakeckpt.core.state import ReaderState
+from lakeckpt.core.streams.mixture import MixedState, stretches
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.workers.groups import Group
@@ -50,7 +50,7 @@ _GROUP_S = 0.05
 class Beginning:
     """The place where an iteration begins, from which a worker plans."""
 
-    state: ReaderState
+    state: ReaderState | MixedState
     rank: int
 
 
@@ -158,14 +158,14 @@ def _exit_after(main: Any) -> None:
     os._exit(1)
 
 
-def _assignments(beginning: Beginning, worker: int, workers: int) -> Iterator[Assignment]:
+def _assignments(beginning: Beginning, worker: int, workers: int) -> Iterator[Any]:
     """Yield what ``worker`` of ``workers`` reads of the rest of the epoch."""
-    plan, rank = Plan(beginning.state), beginning.rank
-    step = beginning.state.step
-    while plan.steps is None or step < plan.steps:
-        if plan.owner(step, rank) % workers == worker:
-            yield plan.assignment(step, rank)
-        step += 1
+    rank = beginning.rank
+    for plan, step, stop in stretches(beginning.state):
+        while stop is None or step < stop:
+            if plan.owner(step, rank) % workers == worker:
+                yield plan.assignment(step, rank)
+            step += 1
 
 
 def _crossing(error: Exception, worker: int) -> Any:

@@ -1,0 +1,1 @@
+"""This package plans flows: streams in which one position yields any number of items."""

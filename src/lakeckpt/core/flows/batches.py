@@ -1,0 +1,92 @@
+"""This module cuts the items of one lane into micro-batches, and says after each where the lane stands.
+
+Positions are taken one after another, and the items of a position may lie in several micro-batches. After a
+micro-batch, the next position that has an item is already known: so the frontier lies behind positions that yield
+nothing, and the last micro-batch of a lane is known to be the last.
+
+Nothing is read here: the caller gives the items of each position. The module starts no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lakeckpt.core.flows.plan import Frontier
+from lakeckpt.errors import StateMismatch
+
+__all__ = ["LaneBatch", "LaneBatches", "PositionItems"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionItems:
+    """The items of one position."""
+
+    items: Sequence[Any]
+    skip: int = 0
+    """How many of them were consumed before the lanes were dealt."""
+    name: str = ""
+    """The position, for errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneBatch:
+    """A micro-batch of a lane."""
+
+    items: list[Any]
+    before: Frontier
+    after: Frontier
+    is_last: bool
+    """True where the lane has no more items; ``after`` is then its end."""
+
+
+class LaneBatches(Iterator[LaneBatch]):
+    """The micro-batches of a lane from the frontier ``begin`` on; ``positions`` are those of the lane from there on.
+
+    There is at least one micro-batch, which is without items where no position has any; only the last one has fewer
+    than ``batch_size`` items. `StateMismatch` where a position has not more items than were consumed of it.
+    """
+
+    def __init__(self, positions: Iterator[PositionItems], *, begin: Frontier, batch_size: int) -> None:
+        self._positions, self._batch_size = positions, batch_size
+        self._done, self._skip = begin
+        self._items: Sequence[Any] = ()
+        self._at = 0
+        """The items of the position at hand that are consumed."""
+        self._is_open = False
+        """True while there is a position at hand."""
+        self._is_over = False
+        self._before = begin
+
+    def __next__(self) -> LaneBatch:
+        if self._is_over:
+            raise StopIteration
+        taken: list[Any] = []
+        while len(taken) < self._batch_size and self._has_item():
+            upto = min(len(self._items), self._at + self._batch_size - len(taken))
+            taken += self._items[self._at : upto]
+            self._at = upto
+        self._is_over = not self._has_item()
+        before, self._before = self._before, (self._done, self._at)
+        return LaneBatch(items=taken, before=before, after=self._before, is_last=self._is_over)
+
+    def _has_item(self) -> bool:
+        """Go to the next position that has an item left; return whether there is one."""
+        while self._at >= len(self._items):
+            if self._is_open:
+                self._done, self._at, self._items, self._is_open = self._done + 1, 0, (), False
+            found = next(self._positions, None)
+            if found is None:
+                return False
+            self._open(found)
+        return True
+
+    def _open(self, found: PositionItems) -> None:
+        skip, self._skip = max(found.skip, self._skip), 0
+        if skip and skip >= len(found.items):
+            raise StateMismatch(
+                f"{found.name or 'a position'} yielded {len(found.items)} rows, and {skip} of its rows, but not all, "
+                "had been consumed before: a transform must yield the same rows whenever it is called with one row"
+            )
+        self._items, self._at, self._is_open = found.items, skip, True

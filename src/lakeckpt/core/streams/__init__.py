@@ -1,0 +1,1 @@
+"""This package holds the pure plans of streams that several tables feed."""

@@ -1,0 +1,220 @@
+"""This module defines `lakeckpt.mix`: a weighted mixture of datasets, each of which is read exactly.
+
+A mixture moves all sources in lockstep (`lakeckpt.data.place.mixed`), and reads them by
+`lakeckpt.data.streams.mixed_source`. The module reads nothing itself and starts no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch.utils.data import get_worker_info
+
+from lakeckpt.core.streams.mixing import MAX_SOURCES
+from lakeckpt.core.streams.mixture import Mixing
+from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.foreign.workers import SharedEpoch
+from lakeckpt.data.options import one_of, optional, whole
+from lakeckpt.data.place.mixed import MixedProgress, checked_weights
+from lakeckpt.data.streams.mixed_source import MixedSource
+from lakeckpt.data.transform import CarriedRows
+from lakeckpt.errors import ConfigError, SchemaError
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.windows.decode import select_columns
+
+__all__ = ["MixedDataset", "mix"]
+
+_MOST_PIECES = 1000
+Weights = Mapping[str, float]
+
+
+def mix(
+    sources: Mapping[str, tuple[LakeDataset, float]],
+    *,
+    seed: int = 0,
+    batch_size: int | None = None,
+    num_lanes: int | None = None,
+    granularity: Literal["row", "batch"] = "row",
+    exhausted: Literal["next_epoch", "stop", "continue"] = "next_epoch",
+    schedule: Sequence[tuple[int, Weights]] = (),
+    source_column: str | None = None,
+) -> MixedDataset:
+    """Return a dataset that reads rows, or packed sequences, of several datasets in the proportion of their weights.
+
+    Each source has its own table version, order and epochs, and every row of it counts exactly once in each of its
+    epochs. Which source a row comes from depends on the weights, the seed and the place of the row alone. After any n
+    rows of a lane, each source has had its share of them to within one row.
+
+    >>> mixed = lakeckpt.mix({"web": (web, 0.7), "code": (code, 0.3)}, batch_size=8)  # doctest: +SKIP
+    >>> loader = lakeckpt.LakeLoader(mixed, num_workers=2)  # doctest: +SKIP
+
+    Args:
+        sources: name → (a `LakeDataset`, packed or not; its weight). Weights need not add up to 1; they are rounded to
+            fractions of 65,536. Datasets are left as they are, and their ``batch_size``, ``endless`` and lanes do not
+            count; their filters, transforms and options do. The columns of all must have the same names and types. A
+            transform gets the rows of its source in a micro-batch, and must return a dict.
+        seed: any integer of 64 bits. Sources keep their own seeds for the order of their rows.
+        batch_size: rows per micro-batch; None: that of the sources, where it is the same.
+        num_lanes: as in `ReadOptions`, for all sources.
+        granularity: ``"row"`` mixes rows inside of each micro-batch; ``"batch"`` mixes whole micro-batches.
+        exhausted: what happens when one source is through its first epoch, or too little of it is left for a step.
+            ``"next_epoch"``: it goes on with its next epoch; the mixture never ends. ``"stop"``: the mixture ends.
+            ``"continue"``: the others go on with its share, and the mixture ends when all are through. Rows that are
+            left in the end are fewer than a step takes in each lane, and `lakeckpt audit` lists them as not read.
+        schedule: (step, weights) pairs, ascending, at most 1,000: from this step of the loader on, these weights hold.
+            `LakeLoader.set_weights` changes them at any other step.
+        source_column: a name under which each batch also holds the number of each row's source, in the order of
+            ``sources``: int64, shape (batch,). None: it holds none.
+
+    A batch has a `MixedReceipt`. The manager records each source by itself, as ``"reader.web"`` and so on; so does
+    ``lakeckpt audit``. Where a run is restored, its weights go on. A source that the run did not have begins at its
+    first row; then the weights given here hold. Raises `ConfigError`, `SchemaError`.
+    """
+    if not isinstance(sources, Mapping) or not 1 <= len(sources) <= MAX_SOURCES:
+        raise ConfigError(f"mix takes 1 to {MAX_SOURCES} sources, as name → (LakeDataset, weight)")
+    for name, one in sources.items():
+        _check_source(name, one)
+    names = tuple(sources)
+    mixing = Mixing(
+        names=names,
+        weights=checked_weights({name: weight for name, (_, weight) in sources.items()}, names),
+        seed=whole("seed", seed),
+        whole=granularity == "batch",
+        exhausted=exhausted,
+        schedule=_checked_schedule(schedule, names),
+    )
+    one_of("granularity", granularity, ("row", "batch"))
+    one_of("exhausted", exhausted, ("next_epoch", "stop", "continue"))
+    datasets = {name: dataset for name, (dataset, _) in sources.items()}
+    size = optional("batch_size", batch_size) or _common_size(datasets)
+    _check_alike(datasets)
+    return MixedDataset(
+        mixing, datasets, batch_size=size, num_lanes=optional("num_lanes", num_lanes), source_column=source_column
+    )
+
+
+class MixedDataset(LakeDataset):
+    """What `mix` returns: a `LakeDataset` for a `LakeLoader`, or for a loop in this process."""
+
+    def __init__(
+        self,
+        mixing: Mixing,
+        datasets: Mapping[str, LakeDataset],
+        *,
+        batch_size: int,
+        num_lanes: int | None,
+        source_column: str | None,
+    ) -> None:
+        first = next(iter(datasets.values()))
+        self.__dict__.update(first.__dict__)
+        self.sources = {name: one._changed(endless=True) for name, one in datasets.items()}
+        """Name → the dataset that is read, an endless one."""
+        self.batch_size, self.row_wise, self.has_transform = batch_size, False, False
+        every = list(self.sources.values())
+        self._mixed = MixedProgress(
+            mixing, [one._progress for one in every], batch_size=batch_size, num_lanes=num_lanes
+        )
+        self._progress = self._mixed  # type: ignore[assignment]
+        self._source = MixedSource(  # type: ignore[assignment]
+            mixing.names, [one._source for one in every], source_column=source_column
+        )
+        self._shared, self._carried = SharedEpoch(), CarriedRows(looks=False)
+
+    @property
+    def table(self) -> Table:
+        """The table of one source: one that lies in an object store, if any does."""
+        tables = [one.table for one in self.sources.values()]
+        return next((one for one in tables if not isinstance(one.storage, LocalStorage)), tables[0])
+
+    def _move(self) -> None:
+        """Do nothing: sources are endless, and stay at their versions."""
+
+    def __iter__(self) -> Any:
+        if get_worker_info() is not None:
+            raise ConfigError("a mixture is read in worker processes by lakeckpt.LakeLoader(mixture, num_workers=…)")
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all sources, of all that was yielded (plain types)."""
+        self._mixed.settle(self.topology[1], 0)
+        return self._mixed.state.to_plain()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state`` at the next iteration; StateError, without a change, where it does not fit."""
+        self._mixed.load(self._mixed.read(state))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Refuse: sources count their epochs themselves."""
+        raise ConfigError("a mixture has no epoch to go to: its sources count their epochs themselves")
+
+    def rewind(self) -> None:
+        """Refuse: a mixture has no epochs."""
+        raise ConfigError("a mixture has no epoch to begin again: load a state, or make a new mixture")
+
+
+def _check_source(name: Any, given: Any) -> None:
+    if not isinstance(name, str) or not name or "/" in name:
+        raise ConfigError(f"sources have non-empty names without '/', got {name!r}")
+    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], LakeDataset):
+        raise ConfigError(f"source {name!r} must be (LakeDataset, weight), got {given!r:.80}")
+    dataset = given[0]
+    if isinstance(dataset, MixedDataset):
+        raise ConfigError(f"source {name!r} is a mixture: mix its sources with the others, in one mixture")
+    if dataset.row_wise or dataset.output == "arrow":
+        raise ConfigError(f'source {name!r} must have a batch_size, and output="torch" or "numpy"')
+    if not dataset.table.num_rows:
+        raise ConfigError(f"source {name!r} has no rows: the table {dataset.table.uri!r} is empty")
+    if dataset.options.on_new_version != "keep" or dataset.table.index.rest is not None:
+        raise ConfigError(
+            f'source {name!r} has on_new_version="next_epoch" or consumed=, which a mixture does not have: it reads '
+            "each table at the version that was opened"
+        )
+
+
+def _common_size(datasets: Mapping[str, LakeDataset]) -> int:
+    sizes = {name: one.batch_size for name, one in datasets.items()}
+    first = next(iter(sizes.values()))
+    if first is None or len(set(sizes.values())) > 1:
+        raise ConfigError(f"sources have the batch sizes {sizes}: give mix(…, batch_size=…), the rows of a micro-batch")
+    return first
+
+
+def _checked_schedule(
+    schedule: Sequence[tuple[int, Weights]], names: tuple[str, ...]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    found = tuple((whole("a step of schedule", step), checked_weights(weights, names)) for step, weights in schedule)
+    steps = [step for step, _ in found]
+    if steps != sorted(set(steps)) or (steps and steps[0] < 1) or len(steps) > _MOST_PIECES:
+        raise ConfigError(f"schedule has at most {_MOST_PIECES} pieces, at ascending steps from 1 on, got {steps[:20]}")
+    return found
+
+
+def _check_alike(datasets: Mapping[str, LakeDataset]) -> None:
+    """Refuse sources that cannot make one batch, or that are read for different ranks."""
+    first_name, first = next(iter(datasets.items()))
+    for name, one in datasets.items():
+        pair = f"sources {first_name!r} and {name!r}"
+        if one.output != first.output:
+            raise ConfigError(f"{pair} have output={first.output!r} and {one.output!r}: give both the same")
+        if (one._explicit_rank, one._dp_group) != (first._explicit_rank, first._dp_group):
+            raise ConfigError(f"{pair} are read for different ranks: give both the same rank= and world_size=")
+        if not (one.has_transform or first.has_transform):
+            _check_columns(pair, first, one)
+
+
+def _check_columns(pair: str, first: LakeDataset, other: LakeDataset) -> None:
+    mine, its = (
+        {field.name: field.type for field in select_columns(one.table.schema, one.columns)} for one in (first, other)
+    )
+    if first.packing is not None or other.packing is not None:
+        mine, its = (
+            {str(one.packing): "with labels" if one.packing and one.packing.labels else "without labels"}
+            for one in (first, other)
+        )
+    if mine.keys() != its.keys():
+        raise SchemaError(f"{pair} have the columns {sorted(mine)} and {sorted(its)}: name the same in columns=")
+    for name, kind in mine.items():
+        if kind != its[name]:
+            raise SchemaError(f"column {name!r} of the {pair} is {kind} and {its[name]}: cast one, by transform=")
