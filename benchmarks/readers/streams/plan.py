@@ -5,7 +5,7 @@ packed    sequences of an epoch, in order and shuffled; beside them, of lakeckpt
 mixed     documents of one table and of eight, shuffled
 both      sequences of one table and of eight, shuffled
 total     tokens of one epoch of a small table, packed, counted by value; once
-memory    documents and sequences of one source and of 64, weights down to 10⁻⁴, lakeckpt only: peak resident memory
+memory    documents and sequences of one source and of 64, weights down to 10⁻⁴, lakeckpt only: peak memory; once
 resumed   sequences of eight tables: seconds to the first batch, fresh and at 90 % of an epoch, lakeckpt only
 ========= =============================================================================================================
 """
@@ -60,7 +60,9 @@ def jobs(table: DataSet, small: DataSet, readers: Sequence[str], seconds: float)
         every = {"do": "flow", "seconds": seconds, "at_least": ENOUGH}
         for length in (0, LENGTH):
             for sources in (1, MANY):
-                yield Job(group="memory", case=_case(OURS, table, sources=sources, length=length), task=every)
+                yield Job(
+                    group="memory", case=_case(OURS, table, sources=sources, length=length), task=every, once=True
+                )
         case = _case(OURS, table, sources=SOURCES)
         first = {"do": "resume", "state": None, "whole": False}
         batches = int(PLACE * table.rows / documents(table))
