@@ -271,7 +271,7 @@ def replan_flow(state: FlowState, *, num_lanes: int, batch_size: int, world_size
             f"this is the part of the ranks {state.ranks} of {state.segment.world_size}, and another topology needs "
             "the state of the whole job: lakeckpt.merge_states joins the parts of all ranks"
         )
-    topology = {"num_lanes": num_lanes, "batch_size": batch_size, "world_size": world_size}
+    topology: dict[str, Any] = {"num_lanes": num_lanes, "batch_size": batch_size, "world_size": world_size}
     if state.is_start:
         return flow_start(state.identity, state.maker, epoch=state.epoch, **topology)
     plan = FlowPlan(state)

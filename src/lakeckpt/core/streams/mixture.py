@@ -37,6 +37,7 @@ __all__ = [
     "MixedState",
     "Mixing",
     "advanced",
+    "is_unread",
     "joined",
     "replanned",
     "reweighed",
@@ -292,6 +293,12 @@ def joined(mixing: Mixing, known: Mapping[int, ReaderState], identities: tuple[I
         else:
             found.append(replan(one, share=share, **_topology(one)))
     return MixedState(mixing=mixing, sources=tuple(found))
+
+
+def is_unread(state: ReaderState) -> bool:
+    """Return whether nothing of a source was read in ``state``: it is of the first step, or of one where it joined."""
+    is_whole = state.base is None or state.base == Rest(begun=(), next_epoch=0)
+    return is_whole and len(state.segments) == 1 and state.step == state.segment.step
 
 
 def replanned(state: MixedState, topology: Mapping[str, int]) -> MixedState:

@@ -22,6 +22,7 @@ from lakeckpt.core.streams.mixture import (
     MixedState,
     Mixing,
     advanced,
+    is_unread,
     joined,
     replanned,
     reweighed,
@@ -78,6 +79,14 @@ class MixedProgress:
         return all(one.at_start for one in self.sources)
 
     @property
+    def is_together(self) -> bool:
+        """True where all sources have states, which are of one place."""
+        try:
+            return self.begun and bool(self.state)
+        except StateError:
+            return False
+
+    @property
     def state(self) -> MixedState:
         """The state of all that was delivered; `settle` first."""
         return MixedState(mixing=self.mixing, sources=tuple(one.state for one in self.sources))
@@ -125,17 +134,20 @@ class MixedProgress:
 
     def settled(self, world_size: int, workers: int) -> MixedState:
         """Return the state that `settle` would go on from."""
-        begun = [one.state for one in self.sources if one.begun]
-        lanes = fit_lanes(self._num_lanes, begun[0].segment.num_lanes if begun else None, world_size, workers)
+        known = {number: one.state for number, one in enumerate(self.sources) if one.begun}
+        lanes = fit_lanes(
+            self._num_lanes, next(iter(known.values())).segment.num_lanes if known else None, world_size, workers
+        )
         check_lanes(lanes)
         topology = {"num_lanes": lanes, "batch_size": self._batch_size, "world_size": world_size}
         identities = tuple(one.identity for one in self.sources)
-        if not begun:
+        # Where a restore has loaded the states of some sources only, the others are new.
+        read = {number: one for number, one in known.items() if not is_unread(one)}
+        if read and len(read) < len(self.sources):
+            return replanned(joined(self.mixing, read, identities), topology)
+        if len(known) < len(self.sources):
             return started(self.mixing, identities, topology)
-        if len(begun) == len(self.sources):
-            return replanned(advanced(self.state), topology)
-        known = {number: one.state for number, one in enumerate(self.sources) if one.begun}
-        return replanned(joined(self.mixing, known, identities), topology)
+        return replanned(advanced(self.state), topology)
 
     def load(self, state: MixedState) -> None:
         """Go on from ``state``; StateMismatch, without a change, where a source's state is of another order of rows."""

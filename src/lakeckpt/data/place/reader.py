@@ -6,7 +6,6 @@ it on the training thread only. It starts no threads itself; `start` has the loa
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Fit
-from lakeckpt.errors import StateError
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.row_filter import RowFilter
@@ -150,7 +148,7 @@ class SourceReader(LoaderReader):
 
     def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
         """Return the state of the source, of all that the loop has received, or of all up to ``at``."""
-        with contextlib.suppress(StateError):  # a restore has loaded the states of other sources, and not yet this one
+        if not self._progress.begun:  # else a restore may have loaded the states of some sources, and not yet of all
             self._loader._settle()
         return self._progress.at(at).to_plain()
 
@@ -159,6 +157,11 @@ class SourceReader(LoaderReader):
         self._progress.load(ReaderState.from_plain(state))
         self._mixed.changed()
         self._loader._early = None
+
+    def start(self) -> None:
+        """Begin to read, once a restore has loaded the states of all sources."""
+        if self._mixed.is_together:
+            super().start()
 
     def repin(self, index: TableIndex) -> Callable[[], None]:
         """See `LoaderReader.repin`."""
