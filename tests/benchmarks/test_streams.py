@@ -18,11 +18,12 @@ from benchmarks.readers.adapters.streams.hf import GroupTexts, Wrapped
 from benchmarks.readers.adapters.streams.mosaic import Documents, Sequences
 from benchmarks.readers.case import Case
 from benchmarks.readers.plan import case_of
+from benchmarks.readers.process import save
 from benchmarks.readers.publish import publish
 from benchmarks.readers.reader import Batch
 from benchmarks.readers.registry import STREAMS
 from benchmarks.readers.runner import Failed
-from benchmarks.readers.streams.flow import flow, tally
+from benchmarks.readers.streams.flow import flow, tally, tokens_of
 from benchmarks.readers.streams.measuring import streams
 from benchmarks.readers.streams.plan import MANY, OURS, SOURCES, Job, documents, jobs
 from benchmarks.readers.streams.sources import LEAST, lay_out, sources, weights
@@ -134,6 +135,24 @@ def test_sources_are_folders_of_the_same_files_and_one_source_is_the_data_set(ta
         assert os.path.samefile(link, case.files[number % len(case.files)]) and source.file == case.files[number % 8]
     (alone,) = sources(packed(table, sources=1))
     assert alone.folder == Path(table.folder) and alone.weight == 1.0
+
+
+@pytest.mark.parametrize("length", [0, LENGTH])
+def test_a_mixture_goes_on_at_the_place_that_was_saved(length: int, table: DataSet) -> None:
+    case = case_of(OURS, table, batch_size=4, length=length, shuffle=True, sources=SOURCES)
+    lay_out(case)
+    kept: dict[str, Any] = {}
+
+    def make() -> Any:
+        return STREAMS[OURS].load()(case)
+
+    save(make, {"place": 20}, kept.__setitem__)
+    whole = list(itertools.islice(make().batches(), 22))
+    reader = make()
+    reader.load(kept["place"])
+    rest = list(itertools.islice(reader.batches(), 2))
+    assert [tokens_of(one).tolist() for one in rest] == [tokens_of(one).tolist() for one in whole[20:]]
+    assert not torch.equal(tokens_of(whole[0]), tokens_of(whole[20]))
 
 
 def test_every_job_can_be_read_and_memory_and_places_are_of_lakeckpt_alone(table: DataSet) -> None:
