@@ -62,13 +62,19 @@ def _median(one: Found, key: str = "tokens_per_s") -> float:
 
 
 def _flow_grid(title: str, found: Sequence[Found]) -> Grid:
-    ours = _find(found, reader=OURS, length=found[-1]["case"]["length"], shuffle=True)
+    length = found[-1]["case"]["length"]
+    ours = {one["case"]["sources"]: one for one in reversed(found) if _is_ours(one, length)}
     return Grid(
         title=title,
         columns=("reader", "delivers", "order", "M tokens/s, median (spread)", "by processor time",
                  "lakeckpt, shuffled, to it", "first batch, s", ""),
-        rows=tuple(_flow_row(one, ours) for one in sorted(found, key=_median, reverse=True)),
+        rows=tuple(_flow_row(one, ours.get(one["case"]["sources"])) for one in sorted(found, key=_median, reverse=True)),
     )  # fmt: skip
+
+
+def _is_ours(one: Found, length: int) -> bool:
+    case = one["case"]
+    return bool(case["reader"] == OURS and case["length"] == length and case["shuffle"])
 
 
 def _flow_row(one: Found, ours: Found | None) -> tuple[str, ...]:
