@@ -64,11 +64,12 @@ def _median(one: Found, key: str = "tokens_per_s") -> float:
 def _flow_grid(title: str, found: Sequence[Found]) -> Grid:
     length = found[-1]["case"]["length"]
     ours = {one["case"]["sources"]: one for one in reversed(found) if _is_ours(one, length)}
+    ordered = sorted(found, key=_median, reverse=True)
     return Grid(
         title=title,
         columns=("reader", "delivers", "order", "M tokens/s, median (spread)", "by processor time",
                  "lakeckpt, shuffled, to it", "first batch, s", ""),
-        rows=tuple(_flow_row(one, ours.get(one["case"]["sources"])) for one in sorted(found, key=_median, reverse=True)),
+        rows=tuple(_flow_row(one, ours.get(one["case"]["sources"])) for one in ordered),
     )  # fmt: skip
 
 
