@@ -33,6 +33,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shuffle", action="store_true")
     parser.add_argument("--on-new-version", default="keep")
     parser.add_argument("--endless", action="store_true")
+    parser.add_argument("--follow", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--pack", type=int, help="tokens of a sequence; documents are read then, not rows")
     return parser.parse_args()
@@ -66,6 +67,7 @@ def main() -> None:
         options=lakeckpt.ReadOptions(num_lanes=args.num_lanes, on_new_version=args.on_new_version),
         drop_last=args.tail == "drop",
         endless=args.endless,
+        follow=lakeckpt.Follow(poll_every_s=0.05, stop_after_idle_s=1.0) if args.follow else False,
     )
     if args.pack:
         dataset = lakeckpt.pack(dataset, length=args.pack, labels=True)
@@ -78,7 +80,7 @@ def main() -> None:
         print(json.dumps({"restored": done}), file=file, flush=True)
         used: list[tuple[int, int]] = []  # (epoch, id)
         batches = 0
-        for _ in range(loader.epoch, 1 if args.endless else args.epochs):
+        for _ in range(1) if args.follow else range(loader.epoch, 1 if args.endless else args.epochs):
             for batch in loader:
                 inputs, ids = contents(batch)
                 rows = len(ids)
