@@ -33,6 +33,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shuffle", action="store_true")
     parser.add_argument("--on-new-version", default="keep")
     parser.add_argument("--endless", action="store_true")
+    parser.add_argument("--follow", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--pack", type=int, help="tokens of a sequence; documents are read then, not rows")
     parser.add_argument("--mix", action="store_true", help="mix the tables that the table's folder holds")
@@ -77,6 +78,7 @@ def dataset_of(args: argparse.Namespace, table: Path) -> lakeckpt.LakeDataset:
         options=lakeckpt.ReadOptions(num_lanes=args.num_lanes, on_new_version=args.on_new_version),
         drop_last=args.tail == "drop",
         endless=args.endless,
+        follow=lakeckpt.Follow(poll_every_s=0.05, stop_after_idle_s=1.0) if args.follow else False,
     )
     return lakeckpt.pack(dataset, length=args.pack, labels=True) if args.pack else dataset
 
@@ -109,7 +111,8 @@ def main() -> None:
             change_weights(loader, done)
         used: list[tuple[int, int]] = []  # (epoch, id)
         batches = 0
-        for _ in range(loader.epoch, 1 if args.endless or args.mix else args.epochs):
+        once = args.follow or args.endless or args.mix
+        for _ in range(1) if once else range(loader.epoch, args.epochs):
             for batch in loader:
                 inputs, ids = contents(batch)
                 rows = len(ids)

@@ -135,7 +135,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._restarts = dataset.epoch if flag("restart", restart) else None
         """The epoch of every iteration of a loader that restarts; None: it goes on."""
         if restart:
-            if dataset.identity.endless:
+            if dataset.follow is not None or dataset.identity.endless:
                 raise ConfigError("restart=True begins an epoch again, and an endless stream has no epochs")
             dataset._progress.deliveries.saved()  # its place is never saved, and that is no reason to warn
         object.__setattr__(self, "sampler", EpochSetter(self._framework_epoch))  # torch's own refuses another one
@@ -199,9 +199,11 @@ class LakeLoader(Prepared, DataLoader[Any]):
         if started is None or is_dead or started[0] != self._place():
             del started  # before what it reads ahead is read otherwise
             started = self._begun()
-        self._waiting = self._progress.begin_iteration()
-        items = self._deliver(self._waiting, started[1], stage)
-        return self._as_prepared(items, self._progress.plan.steps) if self._is_prepared else items
+        self._waiting = waiting = self._progress.begin_iteration()
+        items = self._deliver(waiting, started[1], stage)
+        if follow := self.dataset.follow:
+            items = self.dataset._through(items, lambda: self._deliver(waiting, self._begun()[1], stage))
+        return self._as_prepared(items, None if follow else self._progress.plan.steps) if self._is_prepared else items
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_early": None}  # a copy begins anew
@@ -261,8 +263,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def _found(self, assignments: Iterator[Assignment], rank: int) -> Iterator[tuple[Receipt, Any]]:
         """Return what is left of the epoch, which is read ahead from now on."""
         if self.num_workers:
-            beginning = Beginning(state=self._progress.state, rank=rank)
-            return self._started().read(assignments, beginning)
+            return self._started().read(assignments, Beginning(state=self._progress.state, rank=rank))
         found: Iterator[tuple[Receipt, Any]] = Ahead(self.dataset._source, assignments)
         if self.pin_memory and torch.accelerator.is_available():
             return ((receipt, pinned(batch)) for receipt, batch in found)
@@ -327,8 +328,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._restarts = epoch
 
     def _framework_epoch(self, epoch: int) -> None:
-        """Go to the epoch that a framework begins; it may have asked for an iterator already."""
-        if epoch == self.epoch:
+        """Go to the epoch that a framework begins, if there are any; it may have asked for an iterator already."""
+        if self.dataset.follow or epoch == self.epoch:
             return
         is_newest = self._progress.is_newest(self._waiting)
         self.set_epoch(epoch)
@@ -360,7 +361,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """
         self._check_goes_on()
         self._settle()
-        if at is None and self.identity.endless:
+        if at is None and (self.dataset.follow is not None or self.identity.endless):
             check_not_fetched_ahead()
         return self._progress.at(at).to_plain()
 

@@ -26,6 +26,7 @@ from lakeckpt.checkpoint.ledger.report import (
     FindingKind,
     ReaderAudit,
 )
+from lakeckpt.checkpoint.ledger.tranches import doubts_of_tranches
 from lakeckpt.checkpoint.ledger.walk import ReaderWalk, Records
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import LayoutKey, Plan, consumed
@@ -34,6 +35,7 @@ from lakeckpt.errors import StateError
 
 __all__ = ["account"]
 
+_FOLLOWED = "a growing table is followed: epochs are tranches, and the rows left of one are part of the next"
 _NAMED_ROWS = 2**22
 """Findings name at most so many rows: permutations of windows are computed for them."""
 
@@ -70,10 +72,14 @@ class _Account:
         try:
             origin, tip = walk.collect()
             identity = tip.identity
+            if any(end.identity.tail == "carry" for end in walk.ends.values()):
+                walk.notes[_FOLLOWED] = None
             if identity.unit > 1:
                 walk.notes[
                     f"rows are packed sequences of {identity.unit:,} tokens; an epoch has {identity.tokens:,} tokens"
                 ] = None
+            for doubt in doubts_of_tranches(walk.ends, self._orders):
+                walk.doubt(doubt)
             self._audit_epochs(origin, tip)
         except StateError as error:
             walk.doubt(f"a recorded state cannot be used: {error}")
@@ -155,6 +161,8 @@ class _Account:
             claim=claim,
             dropped=self._dropped(epoch) if status == "complete" else None,
         )
+        if status == "complete" and self._identity_of(epoch, tip).tail == "carry":
+            audit = replace(audit, status="carried over", dropped=0, left=audit.left + audit.dropped)
         self._epochs.append(audit)
         for one in wrong:
             first = self._first_to_claim(epoch, one.rows, space) if one.kind == "lost" else one.first or newest
@@ -224,5 +232,5 @@ def _status(epoch: int, tip: ReaderState, claim: Piece | None) -> EpochStatus:
     if tip.identity.endless:
         return "complete" if claim is not None and claim.is_whole else "in progress"
     if epoch == tip.epoch:
-        return "complete" if Plan(tip).at_end else "in progress"
+        return "complete" if Plan(tip).at_end and tip.identity.tail != "carry" else "in progress"
     return "complete" if epoch < tip.epoch else "left behind"

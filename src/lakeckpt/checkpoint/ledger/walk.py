@@ -120,8 +120,9 @@ class ReaderWalk:
             self._follow_to_rest(before, state)
         if before is not None and before.epoch < state.epoch:
             lanes, batch_size, world_size = state.segment.topology
+            mine, follows = before.identity, "carry" in (before.identity.tail, state.identity.tail)
             last = replan(
-                replace(before, identity=state.identity.of_version(before.identity)),
+                replace(before, identity=mine if follows else state.identity.of_version(mine)),
                 num_lanes=lanes,
                 batch_size=batch_size,
                 world_size=world_size,

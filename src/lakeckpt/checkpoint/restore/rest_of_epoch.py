@@ -233,6 +233,8 @@ def _check(state: ReaderState, name: str, key: Sequence[str], old: Table, new: T
         raise ConfigError(
             f"{name!r} is an endless stream: its epochs overlap, and none of them can be carried over alone"
         )
+    if state.identity.tail == "carry" or old.index.known:
+        raise ConfigError(f"{name!r} follows a growing table: the place in a tranche cannot be carried over")
     if state.identity.selection:
         raise ConfigError(f"{name!r} reads with a filter: its place cannot be carried over; go on at the next epoch")
     if not key:
