@@ -170,6 +170,37 @@ def test_a_schedule_is_the_same_in_workers_and_after_a_resume(lake: Path) -> Non
     assert {one // 1000 for batch in whole[9:] for one in batch["id"]} == {1}
 
 
+def test_pieces_of_a_schedule_that_repeat_the_weights_at_hand_change_nothing(lake: Path) -> None:
+    other = {"web": 1, "code": 1, "rare": 0}
+    repeating = [(3, WEIGHTS), (5, other), (7, other), (9, WEIGHTS), (11, WEIGHTS)]
+    whole = [rows_of(one) for one in take(loader_of(lake, schedule=[(5, other), (9, WEIGHTS)]), 14)]
+    for workers in (0, 2):
+        assert [rows_of(one) for one in take(loader_of(lake, workers=workers, schedule=repeating), 14)] == whole
+    for stop in (4, 8, 12):
+        first, second = (loader_of(lake, schedule=repeating) for _ in range(2))
+        take(first, stop)
+        second.load_state_dict(first.state_dict())
+        assert [rows_of(one) for one in take(second, 14 - stop)] == whole[stop:]
+    loader = loader_of(lake, schedule=[(8, other)])
+    take(loader, 4)
+    loader.set_weights(other)
+    assert len(take(loader, 6)) == 6
+
+
+@pytest.mark.parametrize(("num_lanes", "is_empty"), [(24, False), (48, True)])
+def test_a_source_that_is_too_small_for_its_lanes_is_through_at_once(
+    lake: Path, num_lanes: int, is_empty: bool
+) -> None:
+    given = {"granularity": "batch", "weights": {"web": 6, "code": 1, "rare": 9}}
+    loader = loader_of(lake, exhausted="continue", num_lanes=num_lanes, **given)
+    found = ids_of(list(loader))
+    assert is_empty == (not found)
+    assert not {one for one in found if one >= 2000}
+    check_consumed(loader.state_dict(), found)
+    loader.set_weights({"web": 0, "code": 0, "rare": 1})
+    assert list(loader) == []
+
+
 @pytest.mark.parametrize("exhausted", ["stop", "continue"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_mixture_of_one_epoch_ends(lake: Path, exhausted: str, workers: int) -> None:

@@ -222,7 +222,7 @@ class MixedProgress:
         self.last_receipt, self._receipts = receipt, {}
         plan = self.plan
         if plan.steps == receipt.step + 1 and not plan.is_last:
-            self._go_to(advanced(self.state))
+            self._go_to(self.state)
 
     def end(self, step: int) -> None:
         """Note that the iteration ended before ``step``. Raises StateUnavailable where there is more."""
@@ -243,6 +243,8 @@ class MixedProgress:
                 step += 1
 
     def _go_to(self, state: MixedState) -> None:
+        """Go on from ``state``, in the segment that is planned from there: one may end where another begins."""
+        state = advanced(state)
         for one, found in zip(self.sources, state.sources, strict=True):
             one.go_to(found)
         self._plan = None
