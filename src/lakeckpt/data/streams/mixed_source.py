@@ -55,6 +55,7 @@ class _Place(NamedTuple):
     group: _Group
     number: int
 
+
 _NOT_NUMPY = {torch.bfloat16: torch.int16}
 """Types of tensors that numpy does not have → types of the same width, as which their bytes are moved."""
 
