@@ -193,7 +193,9 @@ def test_a_source_that_is_too_small_for_its_lanes_is_through_at_once(
 ) -> None:
     given = {"granularity": "batch", "weights": {"web": 6, "code": 1, "rare": 9}}
     loader = loader_of(lake, exhausted="continue", num_lanes=num_lanes, **given)
-    found = ids_of(list(loader))
+    found = ids_of(take(loader, 5))
+    check_consumed(loader.state_dict(), found)
+    found += ids_of(list(loader))
     assert is_empty == (not found)
     assert not {one for one in found if one >= 2000}
     check_consumed(loader.state_dict(), found)
@@ -296,6 +298,10 @@ def refused(lake: Path, kind: type[Exception], match: str, **given: Any) -> None
         mixed(sources_of(lake), **given)
 
 
+def encoded(text: str) -> list[int]:
+    return list(text.encode())
+
+
 def test_bad_arguments_are_refused_by_name(lake: Path, tmp_path: Path) -> None:
     refused(lake, errors.ConfigError, "weights are numbers from 0 on", weights={**WEIGHTS, "web": -1})
     refused(lake, errors.ConfigError, "weights are numbers from 0 on", weights=dict.fromkeys(WEIGHTS, 0))
@@ -304,6 +310,9 @@ def test_bad_arguments_are_refused_by_name(lake: Path, tmp_path: Path) -> None:
     refused(lake, errors.ConfigError, "weights name each source", schedule=[(5, {"web": 1})])
     with pytest.raises(errors.ConfigError, match="mix takes 1 to 1024 sources"):
         mix({})
+    texts = LakeDataset(lake / "web", batch_size=8, columns=["text"])
+    with pytest.raises(errors.ConfigError, match="or a tokenizer=, which a mixture does not have"):
+        mix({"web": (pack(texts, column="text", length=8, tokenizer=encoded), 1)})
     sources = sources_of(lake)
     with pytest.raises(errors.ConfigError, match=r"source 'web' must be \(LakeDataset, weight\)"):
         mix({"web": sources["web"]})  # type: ignore[dict-item]
