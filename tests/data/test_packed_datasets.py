@@ -28,6 +28,7 @@ from lakeckpt import (
 )
 from lakeckpt.core.plan import consumed
 from lakeckpt.core.state import ReaderState
+from lakeckpt.lake.parquet.footer import TAIL_BYTES
 from tests.reading.cases import counted
 
 LENGTH = 8
@@ -169,16 +170,6 @@ def test_columns_have_the_shapes_and_types_that_models_take(folder: Path) -> Non
     assert len(begins) - 1 == sum(int(one.max()) + 1 for one in batch["document_ids"])
 
 
-def test_the_memory_limit_counts_all_columns_of_a_sequence(folder: Path) -> None:
-    table = open_table(folder)
-    rows = int(table.index.group_bytes.mean())
-    options = ReadOptions(num_lanes=1, memory_limit_bytes=2 * rows)
-    dataset = LakeDataset(table, batch_size=2, shuffle=True, shuffle_window=1, options=options)
-    next(iter(LakeLoader(dataset)))  # a window of documents fits
-    with pytest.warns(UserWarning, match="windows of 1 row groups are open at once"):
-        next(iter(LakeLoader(pack(dataset, length=LENGTH, labels=True))))
-
-
 def test_a_filter_holds_and_its_documents_alone_are_packed(folder: Path) -> None:
     found = [token for batch in loader_of(folder, filters=[("long", "==", True)]) for token in tokens_of(batch)]
     assert len(found) == len(set(found)) == 4 * 40 + 3 * (9 + 25 + 7) + 7 * 31
@@ -225,6 +216,9 @@ def test_every_row_group_is_read_once_from_a_store_although_windows_share_some(f
         ({"batch_size": None}, {}, "in micro-batches"),
         ({"output": "arrow"}, {}, "tensors or arrays"),
         ({}, {"length": 0}, "length must be"),
+        ({}, {"length": -1}, "length must be"),
+        ({}, {"length": 2.5}, "length must be"),
+        ({}, {"length": 1 << 25}, "length must be at most 16777216"),
         ({}, {"column": "words"}, "no column 'words'"),
         ({}, {"column": "long"}, "needs a list of integers"),
         ({}, {"before": -1}, "before takes tokens"),
@@ -240,10 +234,54 @@ def test_what_cannot_be_packed_is_refused(
         pack(rows, **{"length": LENGTH, **packing})
 
 
-def test_an_endless_stream_of_less_than_a_sequence_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, [[LENGTH - 1]])
-    with pytest.raises(errors.ConfigError, match="needs at least 8 tokens, and the table has 7"):
+@pytest.mark.parametrize("tokens", [0, LENGTH - 1])
+def test_an_endless_stream_of_less_than_a_sequence_is_refused(tokens: int, tmp_path: Path) -> None:
+    write(tmp_path, [[tokens]])
+    with pytest.raises(errors.ConfigError, match=f"needs at least 8 tokens, and the table has {tokens}"):
         next(iter(loader_of(tmp_path, endless=True)))
+
+
+@pytest.mark.parametrize("lists", [[], [[], None, []]], ids=str)
+def test_a_table_without_tokens_has_epochs_without_batches(lists: list[Any], tmp_path: Path) -> None:
+    pq.write_table(pa.table({"tokens": pa.array(lists, pa.list_(pa.int32()))}), tmp_path / "a.parquet")
+    for rank in range(2):
+        loader = loader_of(tmp_path, rank=rank, world_size=2)
+        assert (list(loader), len(loader), loader.epoch) == ([], 0, 1)
+
+
+def test_null_and_empty_documents_are_in_no_sequence_and_get_no_tokens_beside_them(tmp_path: Path) -> None:
+    lists = [None, [1, 2], [], [3], None]
+    pq.write_table(pa.table({"tokens": pa.array(lists, pa.list_(pa.int32()))}), tmp_path / "a.parquet")
+    loader = loader_of(tmp_path, shuffle=False, shuffle_window=1, pack={"before": 8, "after": 9})
+    (batch,) = loader
+    assert tokens_of(batch) == [8, 1, 2, 9, 8, 3, 9]
+    assert batch["document_ids"].tolist() == [[0, 0, 0, 0, 1, 1, 1, 2]]  # the last one is padding
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_null_token_is_refused_with_its_row_group_where_it_is_read(workers: int, tmp_path: Path) -> None:
+    lists = [[1, 2, 3], [4, 5, 6], [7, None], [8]]
+    table = pa.table({"tokens": pa.array(lists, pa.list_(pa.int32()))})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    loader = loader_of(tmp_path, shuffle=False, shuffle_window=1, workers=workers)
+    with pytest.raises(
+        errors.NullValueError, match=r"row group 1 of the data file 'a.parquet'.*Write the lists without"
+    ):
+        list(loader)
+
+
+def test_a_fresh_start_reads_footers_and_no_data_before_the_first_window(tmp_path: Path) -> None:
+    write(tmp_path, [[40_000] * 6] * 3, rows=2)
+    table, counting = counted(open_table(tmp_path))
+    options = ReadOptions(num_lanes=1)
+    packed = pack(LakeDataset(table, batch_size=2, shuffle=True, shuffle_window=1, options=options), length=LENGTH)
+    loader = LakeLoader(packed)
+    assert (loader.state_dict()["step"], packed.identity.tokens) == (0, 3 * 6 * 40_000)
+    sizes = {one.name: one.stat().st_size for one in tmp_path.iterdir()}
+    tails = {(name, size - TAIL_BYTES, size) for name, size in sizes.items()}
+    assert set(counting.reads) == tails and len(counting.reads) == 3
+    next(iter(loader))
+    assert set(counting.reads) > tails
 
 
 def test_a_state_of_another_length_is_refused_by_name(folder: Path) -> None:

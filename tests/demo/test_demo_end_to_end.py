@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from lakeckpt.demo.demo import run_demo
-from lakeckpt.demo.scenario import DemoConfig, Phase
+from lakeckpt.demo.scenario import LENGTH, DemoConfig, Phase
 from lakeckpt.demo.supervise import DemoFailed, run_job
 from lakeckpt.errors import ConfigError
 
 pytestmark = pytest.mark.soak
 
-SMALL: dict[str, Any] = {"rows": 256, "save_every": 2}
+SMALL: dict[str, Any] = {"sequences": {"prose": 160, "code": 192}, "steps": 32, "save_every": 2}
 
 
 def processes_about(folder: Path) -> list[str]:
@@ -35,7 +35,7 @@ def verdict_in(out: Path) -> dict[str, Any]:
     return verdict
 
 
-def test_killed_in_a_step_and_in_a_save_and_resumed_on_other_ranks_every_row_counts_once(
+def test_killed_in_a_step_and_in_a_save_and_resumed_on_other_ranks_every_token_counts_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -44,7 +44,9 @@ def test_killed_in_a_step_and_in_a_save_and_resumed_on_other_ranks_every_row_cou
     assert green, printed
     verdict = verdict_in(out)
     assert verdict["green"] and all(check["holds"] for check in verdict["checks"])
-    assert [(count["counted"], count["lost"], count["repeated"]) for count in verdict["rows"]] == [(256, 0, 0)] * 2
+    complete = [(one["source"], one["counted"]) for one in verdict["tokens"] if one["complete"]]
+    assert complete == [("prose", 160 * LENGTH)] * 3 + [("code", 192 * LENGTH)]
+    assert not any(one["lost"] or one["repeated"] for one in verdict["tokens"])
     assert "GREEN 2 faults" in printed and printed.count("SIGKILL") == 2
     assert "with faults: 3 ranks × 0 workers, to the end" in printed
     assert processes_about(out) == []
@@ -58,9 +60,9 @@ def test_a_restore_that_drops_the_reader_state_turns_the_verdict_red(
     printed = capsys.readouterr().out
     verdict = verdict_in(out)
     failed = [check["claim"] for check in verdict["checks"] if not check["holds"]]
-    assert any(claim.startswith("By the ids") for claim in failed), failed
-    assert any(claim.startswith("By the audit") for claim in failed), failed
-    assert sum(count["repeated"] for count in verdict["rows"]) > 0
+    assert any(claim.startswith("By the loop's records") for claim in failed), failed
+    assert any(claim.startswith("The audit") for claim in failed), failed
+    assert sum(count["repeated"] for count in verdict["tokens"]) > 0
     assert "RED" in printed
 
 
@@ -75,7 +77,7 @@ def config(folder: Path) -> DemoConfig:
     return DemoConfig(
         lake=str(folder / "no-lake-here"),
         folder=str(folder),
-        steps_per_epoch=8,
+        steps=8,
         save_every=4,
         phases=(Phase(world_size=1, workers=0),),
     )

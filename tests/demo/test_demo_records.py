@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from lakeckpt.demo.records import Writer, count_rows, read_launches, record_path, surviving_steps
+from lakeckpt.demo.records import Step, Writer, count_tokens, read_launches, record_path, surviving_steps
 
-LAKE = np.arange(100, dtype=np.int64)
+LAKE = {"code": np.arange(100, dtype=np.int64)}
 
 
 def write_launch(
-    folder: Path, launch: int, restored: int, steps: Sequence[int], *, ranks: int = 2, base: int = 0
+    folder: Path, launch: int, restored: int, steps: Sequence[int], *, ranks: int = 2, epoch: int = 0
 ) -> None:
-    """A launch of ``ranks`` ranks; step s uses the ids 2s and 2s + 1 (plus ``base``), one per rank."""
+    """A launch of ``ranks`` ranks; step s uses the tokens 2s - 2 and 2s - 1 of ``epoch``, one per rank."""
     for rank in range(ranks):
         writer = Writer(record_path(folder, launch, rank))
         writer.write("start", restored=restored, world_size=ranks)
         for step in steps:
-            fields = {"step": step, "epoch": 0, "loss_sum": 1.5}
-            writer.write("step", ids=[base + 2 * step + rank], digest="d" if rank == 0 else "", **fields)
+            used = [("code", epoch, [2 * step - 2 + rank])]
+            writer.write("step", step=step, used=used, loss_sum=1.5, digest="d" if rank == 0 else "")
 
 
 def test_steps_survive_up_to_where_the_next_launch_restored(tmp_path: Path) -> None:
@@ -91,7 +92,8 @@ def test_steps_join_all_ranks(tmp_path: Path) -> None:
     write_launch(tmp_path, 3, 0, [1], ranks=3)
     (launch,) = read_launches(tmp_path)
     step = launch.steps[1]
-    assert (step.ids, step.loss, step.digest) == ([2, 3, 4], 1.5, "d")
+    assert step.sequences == [("code", 0, (number,)) for number in (0, 1, 2)]
+    assert (step.loss, step.digest) == (1.5, "d")
     assert (launch.world_size, launch.ended) == (3, False)
     Writer(record_path(tmp_path, 4, 0)).write("start", restored=1, world_size=1)
     with record_path(tmp_path, 4, 0).open("a") as file:
@@ -99,22 +101,41 @@ def test_steps_join_all_ranks(tmp_path: Path) -> None:
     assert [one.ended for one in read_launches(tmp_path)] == [False, True]
 
 
-def test_rows_lost_repeated_and_unknown_are_counted(tmp_path: Path) -> None:
-    write_launch(tmp_path, 0, 0, [*range(1, 51)], base=-2)
+def test_tokens_lost_repeated_and_of_no_table_are_counted(tmp_path: Path) -> None:
+    write_launch(tmp_path, 0, 0, range(1, 51))
+    write_launch(tmp_path, 1, 50, [51], epoch=1)
+    *history, next_epoch = surviving_steps(read_launches(tmp_path))
+
+    def counted(steps: Sequence[Step], lake: Mapping[str, npt.NDArray[np.int64]] = LAKE) -> list[int]:
+        whole, begun = count_tokens([*steps, next_epoch], lake)
+        assert (whole.complete, begun.complete) == (True, False)
+        return [whole.counted, whole.lost, whole.repeated]
+
+    assert counted(history) == [100, 0, 0]
+    assert counted(history[:-1]) == [98, 2, 0]
+    assert counted([*history, history[3]]) == [102, 0, 2]
+    assert counted([*history, history[3], history[3]]) == [104, 0, 4]
+    assert counted(history, {"code": LAKE["code"][:-5]}) == [100, 0, 5]
+
+
+def test_in_an_epoch_that_has_begun_tokens_may_be_missing_and_not_repeated(tmp_path: Path) -> None:
+    write_launch(tmp_path, 0, 0, range(1, 10))
     history = surviving_steps(read_launches(tmp_path))
-    (exact,) = count_rows(history, LAKE, 1)
-    assert exact.exactly_once and exact.counted == 100
-    (less,) = count_rows(history[:-1], LAKE, 1)
-    assert (less.lost, less.repeated, less.exactly_once) == (2, 0, False)
-    (more,) = count_rows([*history, history[3]], LAKE, 1)
-    assert (more.lost, more.repeated, more.exactly_once) == (0, 2, False)
-    (thrice,) = count_rows([*history, history[3], history[3]], LAKE, 1)
-    assert (thrice.lost, thrice.repeated) == (0, 4)
-    (other,) = count_rows(history, LAKE[:-5], 1)
-    assert (other.lost, other.repeated, other.unknown, other.exactly_once) == (0, 0, 5, False)
+    for steps, expected in ((history, (False, 18, 0, 0)), ([*history, history[0]], (False, 20, 0, 2))):
+        (begun,) = count_tokens(steps, LAKE)
+        assert (begun.complete, begun.counted, begun.lost, begun.repeated) == expected
 
 
-def test_an_epoch_that_was_never_reached_counts_as_lost(tmp_path: Path) -> None:
-    write_launch(tmp_path, 0, 0, [*range(1, 51)], base=-2)
-    counts = count_rows(surviving_steps(read_launches(tmp_path)), LAKE, 2)
-    assert [(count.epoch, count.lost) for count in counts] == [(0, 0), (1, 100)]
+def test_an_epoch_that_was_skipped_counts_as_lost(tmp_path: Path) -> None:
+    write_launch(tmp_path, 0, 0, [1], epoch=2)
+    counts = count_tokens(surviving_steps(read_launches(tmp_path)), LAKE)
+    assert [(count.epoch, count.lost) for count in counts] == [(0, 100), (1, 100), (2, 0)]
+
+
+def test_a_source_that_was_never_read_has_no_complete_epoch(tmp_path: Path) -> None:
+    write_launch(tmp_path, 0, 0, [1])
+    counts = count_tokens(surviving_steps(read_launches(tmp_path)), {**LAKE, "prose": np.arange(100, 200)})
+    assert [(count.source, count.complete, count.counted) for count in counts] == [
+        ("code", False, 2),
+        ("prose", False, 0),
+    ]

@@ -31,7 +31,7 @@ run = root / "checkpoints"
 for folder in ("log", "parts"):
     (run / folder).mkdir(parents=True)
 phase = Phase(world_size=1, workers=0, fault=Fault(rank=0, step=3, point=sys.argv[2]))
-config = DemoConfig(lake="", folder=str(root), steps_per_epoch=8, save_every=4, phases=(phase,))
+config = DemoConfig(lake="", folder=str(root), steps=8, save_every=4, phases=(phase,))
 trip = Trip(config, 0, 0)
 root = run
 met = []
@@ -79,7 +79,7 @@ def test_points_in_a_save_are_met_only_in_the_save_of_their_step(point: str, exp
 
 def config(folder: Path, fault: Fault | None) -> DemoConfig:
     phase = Phase(world_size=2, workers=0, fault=fault)
-    made = DemoConfig(lake="", folder=str(folder), steps_per_epoch=8, save_every=4, phases=(phase,))
+    made = DemoConfig(lake="", folder=str(folder), steps=8, save_every=4, phases=(phase,))
     made.records.mkdir()
     return made
 

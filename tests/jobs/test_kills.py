@@ -16,6 +16,7 @@ from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.lake.storage.open import open_storage
 
 ROWS = 1_900
+TOKENS = 7_666
 
 
 @pytest.fixture
@@ -127,5 +128,42 @@ def test_a_job_killed_in_its_first_epoch_goes_on_with_one_rank_less_and_a_worker
     job.attempt(Attempt(ranks=1, workers=1))
     counts = job.surviving_rows()
     assert set(counts) == {(0, row) for row in range(ROWS)}
+    assert set(counts.values()) == {1}
+    assert audit(open_storage(str(job.run))).verdict == "proved"
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Documents of unique tokens, some of them empty: 19 row groups in two files."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    generator, done = np.random.default_rng(7), 0
+    for number, documents in enumerate((120, 66)):
+        lengths = generator.integers(0, 90, documents) * (generator.random(documents) < 0.9)
+        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        tokens = pa.ListArray.from_arrays(pa.array(ends), pa.array(np.arange(done, done + ends[-1], dtype=np.int32)))
+        pq.write_table(pa.table({"tokens": tokens}), folder / f"{number}.parquet", row_group_size=10)
+        done += int(ends[-1])
+    assert done == TOKENS
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("topologies", "epochs"),
+    [
+        ([(2, 0), (1, 1)], 1),
+        pytest.param([(2, 1), (3, 0), (1, 2)], 2, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_every_token_counts_once_an_epoch_in_a_packed_job_that_is_killed(
+    topologies: list[tuple[int, int]], epochs: int, texts: Path, tmp_path: Path
+) -> None:
+    options = ["--shuffle", "--pack", "16", "--batch-size", "8", "--every", "2", "--epochs", str(epochs)]
+    job = Job(tmp_path / "job", texts, options)
+    for attempt in history(TOKENS, topologies):
+        job.attempt(attempt)
+    counts = job.surviving_rows()
+    assert set(counts) == {(epoch, token) for epoch in range(epochs) for token in range(TOKENS)}
     assert set(counts.values()) == {1}
     assert audit(open_storage(str(job.run))).verdict == "proved"

@@ -34,7 +34,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--on-new-version", default="keep")
     parser.add_argument("--endless", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--pack", type=int, help="tokens of a sequence; documents are read then, not rows")
     return parser.parse_args()
+
+
+def contents(batch: lakeckpt.Batch) -> tuple[torch.Tensor, list[list[int]]]:
+    """What the model gets, and the ids of each position: of its row, or the tokens of a packed sequence."""
+    if "tokens" not in batch:
+        return batch["x"], [[row] for row in batch["id"].tolist()]
+    real = zip(batch["tokens"], batch["loss_mask"], strict=True)
+    return batch["tokens"].float().mean(1), [tokens[mask].tolist() for tokens, mask in real]
 
 
 def main() -> None:
@@ -51,13 +60,15 @@ def main() -> None:
     dataset = lakeckpt.LakeDataset(
         args.table,
         batch_size=args.batch_size,
-        columns=["id", "x"],
+        columns=None if args.pack else ["id", "x"],
         shuffle=args.shuffle,
         seed=5,
         options=lakeckpt.ReadOptions(num_lanes=args.num_lanes, on_new_version=args.on_new_version),
         drop_last=args.tail == "drop",
         endless=args.endless,
     )
+    if args.pack:
+        dataset = lakeckpt.pack(dataset, length=args.pack, labels=True)
     loader = lakeckpt.LakeLoader(dataset, num_workers=args.workers)
     state = {"model": model, "optimizer": optimizer, "reader": loader}
     notes = Path(args.notes) / f"{args.attempt:03d}-{rank}.jsonl"
@@ -69,11 +80,12 @@ def main() -> None:
         batches = 0
         for _ in range(loader.epoch, 1 if args.endless else args.epochs):
             for batch in loader:
-                rows = len(batch["id"])
-                outputs = model.eval()(batch["x"][:, None]) if rows < 2 else model.train()(batch["x"][:, None])
+                inputs, ids = contents(batch)
+                rows = len(ids)
+                outputs = model.eval()(inputs[:, None]) if rows < 2 else model.train()(inputs[:, None])
                 (outputs.sum() / max(1, rows) * batch.receipt.weight).backward()
                 epochs = [span.epoch for span in batch.receipt.spans for _ in range(span.rows)]
-                used += zip(epochs, batch["id"].tolist(), strict=True)
+                used += [(epoch, one) for epoch, mine in zip(epochs, ids, strict=True) for one in mine]
                 batches += 1
                 if batches % args.accumulate:
                     continue

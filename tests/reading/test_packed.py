@@ -17,14 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt import Table, errors, open_table
-from lakeckpt.core.order import EpochLayout, OrderSpec
+from lakeckpt.core.order import EpochLayout, OrderSpec, Window
+from lakeckpt.reading.columns.gather import cut
 from lakeckpt.reading.filters.count import count_rows
 from lakeckpt.reading.filters.row_filter import row_filter
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.packing import Packing, count_tokens
-from lakeckpt.reading.packed.window import NO_LABEL, SequenceDecoder
+from lakeckpt.reading.packed.sequences import NO_LABEL
+from lakeckpt.reading.packed.window import SequenceDecoder
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import Threads
+from lakeckpt.reading.windows.window import DecodedWindow
 
 ADDED = 1 << 20
 """Tokens from here on are put beside documents."""
@@ -105,12 +108,24 @@ def test_sequences_are_what_a_plain_model_says(
         assert list(itertools.chain(*real)) == list(itertools.chain(*whole))
     if not before:
         follows = {a: b for one in whole for a, b in itertools.pairwise(one)}
+        groups = row_groups(texts, [len(one) for one in lengths], rows)
+        in_group = {a: b for one in groups for a, b in itertools.pairwise(itertools.chain(*one))}
         for one in sequences:
-            check_sequence(one, follows, masks_ends=masks_ends)
+            check_sequence(one, follows, follows if masks_ends else in_group, masks_ends=masks_ends)
 
 
-def check_sequence(one: dict[str, Any], follows: dict[int, int], *, masks_ends: bool) -> None:
-    """Compare the columns of a sequence of unique tokens with which token follows which in its document."""
+def row_groups(texts: list[list[int]], files: list[int], rows: int) -> list[list[list[int]]]:
+    """Return the documents of each row group; ``files`` has how many documents are in each file."""
+    mine = iter(texts)
+    each = [list(itertools.islice(mine, count)) for count in files]
+    return [one[first : first + rows] for one in each for first in range(0, len(one), rows)]
+
+
+def check_sequence(
+    one: dict[str, Any], follows: dict[int, int], after_sequences: dict[int, int], *, masks_ends: bool
+) -> None:
+    """Compare the columns of a sequence of unique tokens with which token follows which in its document, and which is
+    the label of a sequence's last token."""
     tokens, labels = one["tokens"].tolist(), one["labels"].tolist()
     count = int(one["loss_mask"].sum())
     assert one["loss_mask"].tolist() == [True] * count + [False] * (len(tokens) - count)
@@ -125,7 +140,71 @@ def check_sequence(one: dict[str, Any], follows: dict[int, int], *, masks_ends: 
             assert labels[place] == follows.get(tokens[place], NO_LABEL)
         elif place + 1 < count:
             assert labels[place] == tokens[place + 1]
+        else:
+            assert labels[place] == after_sequences.get(tokens[place], NO_LABEL)
     assert labels[count:] == [NO_LABEL] * (len(tokens) - count)
+
+
+@given(documents, st.integers(1, 12), st.booleans(), st.integers(0, 20), st.integers(0, 20))
+def test_a_cut_of_sequences_is_what_they_are_one_by_one(
+    lengths: list[list[int | None]], length: int, masks_ends: bool, start: int, rows: int
+) -> None:
+    packing = Packing(column="tokens", length=length, labels=True, masks_ends=masks_ends)
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), lengths, pa.list_(pa.int32()), 4)
+        window, decoded = first_window(open_table(folder), packing)
+    columns: Any = decoded.columns
+    start = min(start, window.rows)
+    stop = min(start + rows, window.rows)
+    for name, found in cut(columns, start, stop, lambda array: array).items():
+        assert found.shape == (stop - start, length)
+        assert found.tolist() == [columns[name][row].tolist() for row in range(start, stop)]
+
+
+@given(documents, st.integers(1, 9), added, st.booleans(), st.integers(1, 3))
+def test_the_documents_that_are_named_hold_the_tokens_of_the_sequences(
+    lengths: list[list[int | None]],
+    length: int,
+    added: tuple[tuple[int, ...], tuple[int, ...]],
+    shuffle: bool,
+    lanes: int,
+) -> None:
+    before, after = added
+    packing = Packing(column="tokens", length=length, before=before, after=after)
+    with tempfile.TemporaryDirectory() as folder:
+        texts = [[*before, *one, *after] for one in write(Path(folder), lengths, pa.list_(pa.int32()), 3)]
+        table = open_table(folder)
+        counted = count_tokens(table, packing)
+        spec = OrderSpec(seed=5, shuffle=shuffle, window=2 if shuffle else 1)
+        layout = EpochLayout.build(counted.group_rows, spec, 0, lanes, unit=length)
+        rows = RowGroupDecoder(table, ["tokens"])
+        decoder = SequenceDecoder(rows, packing, counted, table.index.group_rows, 1, Threads(2))
+        named: list[list[int]] = [[] for _ in range(layout.rows)]
+        for window in layout.windows(0, layout.rows):
+            found = decoder.name(window)
+            for place, group, row, start, stop in zip(
+                found.positions, found.groups, found.rows, found.starts, found.stops, strict=True
+            ):
+                named[place] += texts[table.index.group_rows[:group].sum() + row][start:stop]
+        sequences = decoded(table, packing, counted, spec, lanes)
+    assert named == [one["tokens"][one["loss_mask"]].tolist() for one in sequences]
+
+
+def first_window(table: Table, packing: Packing) -> tuple[Window, DecodedWindow]:
+    """Return the first window of the table, decoded."""
+    counted = count_tokens(table, packing)
+    layout = EpochLayout.build(counted.group_rows, OrderSpec(seed=3, shuffle=True, window=2), 0, 1, unit=packing.length)
+    window = layout.window_at(0) if layout.rows else Window(start=0, stop=0, fragments=(), key=None)
+    decoder = SequenceDecoder(
+        RowGroupDecoder(table, ["tokens"]), packing, counted, table.index.group_rows, 1, Threads(2)
+    )
+    return window, decoder.decode(window)
+
+
+def test_a_window_takes_the_memory_of_its_tokens_and_little_more(tmp_path: Path) -> None:
+    write(tmp_path, [[200] * 64], pa.list_(pa.int32()), 64)
+    _, decoded = first_window(open_table(tmp_path), Packing(column="tokens", length=128, labels=True))
+    assert decoded.size_bytes == pytest.approx(4 * 200 * 64, rel=0.15)
 
 
 def test_documents_of_rows_that_a_filter_drops_are_in_no_sequence(tmp_path: Path) -> None:
@@ -184,7 +263,20 @@ def test_a_null_token_is_refused_with_its_row_group(tmp_path: Path) -> None:
     assert (caught.value.file, caught.value.row_group, caught.value.column) == ("a.parquet", 0, "tokens")
 
 
-@pytest.mark.parametrize("kind", [pa.int32(), pa.list_(pa.float32()), pa.list_(pa.uint64()), pa.list_(pa.string())])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.int32(),
+        pa.string(),
+        pa.list_(pa.float32()),
+        pa.list_(pa.uint64()),
+        pa.list_(pa.string()),
+        pa.list_(pa.bool_()),
+        pa.list_(pa.list_(pa.int32())),
+        pa.struct([("tokens", pa.int32())]),
+    ],
+    ids=str,
+)
 def test_a_column_that_is_no_list_of_integers_is_refused(tmp_path: Path, kind: pa.DataType) -> None:
     pq.write_table(pa.table({"tokens": pa.array([], kind)}), tmp_path / "a.parquet")
     with pytest.raises(errors.SchemaError, match="needs a list of integers"):

@@ -174,7 +174,7 @@ class RowsInAnotherOrderThanReceipts(Wrapped):
 
     def __iter__(self) -> Iterator[Any]:
         for batch in super().__iter__():
-            yield Batch({"id": batch["id"].flip(0)}, batch.receipt)
+            yield Batch({name: column.flip(0) for name, column in batch.items()}, batch.receipt)
 
 
 class StatesClaimAStepMore(Wrapped):

@@ -142,12 +142,13 @@ class Plan:
         )
         return Assignment(
             receipt=receipt,
-            layouts=self._layouts(spans),
+            layouts=self.layouts_of(spans),
             owner=max(lane, 0) // world_size,
             lanes=num_lanes // world_size,
         )
 
-    def _layouts(self, spans: list[Span]) -> tuple[LayoutKey, ...]:
+    def layouts_of(self, spans: list[Span]) -> tuple[LayoutKey, ...]:
+        """Return the layouts of the epochs that ``spans`` are of."""
         if len(spans) == 1 and self._recent and self._recent[0].epoch == spans[0].epoch:
             return self._recent
         keys = []

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,25 @@ class _Unit:
     """Where lanes begin and end among ``positions``: int64, shape (num_lanes + 1,)."""
     before: Int64Array
     """Rows that each lane has in earlier units: int64, shape (num_lanes,)."""
+
+
+class _Stretch(NamedTuple):
+    """What a lane has of a unit."""
+
+    number: int
+    """The number of the unit."""
+    unit: _Unit
+    low: int
+    high: int
+    """The rows of the lane that are of the unit, counted over all units."""
+    shift: int | None
+    """What a row's number is less than its position; None where the positions are of several intervals."""
+
+
+def _stretch_of(unit: _Unit, index: int, lane: int) -> _Stretch:
+    begin, end, low = int(unit.bounds[lane]), int(unit.bounds[lane + 1]), int(unit.before[lane])
+    shift = int(unit.positions.starts[0]) + begin - low if len(unit.positions) == 1 else None
+    return _Stretch(index, unit, low, low + end - begin, shift)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,23 +146,23 @@ class StreamDeal:
         return len(self._begun) + whole
 
     @cached_property
-    def _recent(self) -> dict[int, tuple[int, _Unit]]:
-        """Lane → the unit that it was in last, and its number: the next micro-batch nearly always begins there."""
+    def _recent(self) -> dict[int, _Stretch]:
+        """Lane → the unit that it was in last: the next micro-batch nearly always begins there."""
         return {}
 
     def _known_unit_of(self, lane: int, offset: int) -> int:
         """Return `_unit_of`, which costs more where the lane has left the unit that it was in."""
-        index, unit = self._recent.get(lane, (0, None))
-        if unit is None or not 0 <= offset - int(unit.before[lane]) < int(unit.bounds[lane + 1] - unit.bounds[lane]):
+        recent = self._recent.get(lane)
+        if recent is None or not recent.low <= offset < recent.high:
             index = self._unit_of(lane, offset)
-            self._recent[lane] = index, self._unit(index)
-        return index
+            recent = self._recent[lane] = _stretch_of(self._unit(index), index, lane)
+        return recent.number
 
     def _pieces(self, lane: int, start: int, stop: int) -> Iterator[tuple[int, list[tuple[int, int]]]]:
         index = self._known_unit_of(lane, start)
         while start < stop:
             recent = self._recent[lane]
-            unit = recent[1] if recent[0] == index else self._unit(index)
+            unit = recent.unit if recent.number == index else self._unit(index)
             low, high = int(unit.bounds[lane]), int(unit.bounds[lane + 1])
             begin = low + start - int(unit.before[lane])
             upto = min(high, low + stop - int(unit.before[lane]))
@@ -162,6 +182,9 @@ class StreamDeal:
 
     def lane_spans(self, lane: int, start: int, stop: int) -> list[Span]:
         """Return the ``start``-th to ``stop``-th (exclusive) positions of ``lane``, over epoch borders."""
+        recent = self._recent.get(lane)
+        if recent is not None and recent.low <= start < stop <= recent.high and recent.shift is not None:
+            return [Span(epoch=recent.unit.epoch, start=start + recent.shift, stop=stop + recent.shift)]
         pieces = self._pieces(lane, start, stop) if start < stop else ()
         return [span for epoch, positions in pieces for span in spans_of(epoch, positions)]
 

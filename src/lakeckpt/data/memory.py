@@ -26,19 +26,16 @@ __all__ = ["default_limit_bytes", "limit_of"]
 _SHARE = 4
 
 
-def limit_of(
-    given: int | None, table: Table, columns: Sequence[str] | None, *, window: int, lanes: int, growth: float = 1.0
-) -> int | None:
+def limit_of(given: int | None, table: Table, columns: Sequence[str] | None, *, window: int, lanes: int) -> int | None:
     """Return the limit in bytes for a process that reads ``lanes`` lanes, or None where all that it may hold fits.
 
-    ``given`` is the user's limit, ``window`` the number of row groups in a window, and ``growth`` the bytes that are
-    delivered for each byte of the columns. Warns where the windows that are
+    ``given`` is the user's limit, ``window`` the number of row groups in a window. Warns where the windows that are
     open at once do not fit.
     """
     info = get_worker_info()
     workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
     limit = given if given is not None else default_limit_bytes(workers)
-    size, opened = int(growth * _window_bytes(table, columns, window, enough=limit)), -(-lanes // workers)
+    size, opened = _window_bytes(table, columns, window, enough=limit), -(-lanes // workers)
     if size * opened > limit and not worker:
         whose = "memory_limit_bytes=" if given is not None else "a quarter of the memory, shared by the processes"
         warnings.warn(

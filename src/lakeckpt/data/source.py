@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from lakeckpt.core.order import EpochLayout
 from lakeckpt.core.plan import Assignment, LayoutKey
-from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.data.batch import Batch, texts
 from lakeckpt.data.memory import default_limit_bytes, limit_of
 from lakeckpt.data.options import ReadOptions
@@ -111,23 +111,29 @@ class BatchSource(Iterations):
 
     def announce(self, reader: PositionReader, assignment: Assignment) -> Announced:
         """Announce the rows of ``assignment`` to ``reader``, which is one of `new_reader`. Raises `LakeckptError`."""
-        spans = assignment.receipt.spans
+        return self.announce_spans(reader, assignment.receipt.spans, assignment.layouts)
+
+    def announce_spans(self, reader: PositionReader, spans: tuple[Span, ...], keys: tuple[LayoutKey, ...]) -> Announced:
+        """Announce ``spans``, in the layouts that ``keys`` name, as `announce`."""
         known, layout = self._recent
-        if assignment.layouts is known and len(spans) == 1:  # nearly all are
+        if keys is known and len(spans) == 1:  # nearly all are
             return reader.announce(((layout, spans[0].start, spans[0].stop),))
-        layouts = {key.epoch: self._layout(key) for key in assignment.layouts}
+        layouts = {key.epoch: self._layout(key) for key in keys}
         if len(layouts) == 1:
-            self._recent = assignment.layouts, next(iter(layouts.values()))
+            self._recent = keys, next(iter(layouts.values()))
         return reader.announce([(layouts[s.epoch], s.start, s.stop) for s in spans])
 
     def take(self, reader: PositionReader, announced: Announced, receipt: Receipt) -> Any:
         """Return what the loop gets for the rows that were announced to ``reader``: a batch, or a row."""
+        rows = self.columns(reader, announced)
+        return self._finished(rows if self.output == "arrow" else Batch(rows, receipt), receipt)
+
+    def columns(self, reader: PositionReader, announced: Announced) -> Any:
+        """Return the columns of the rows that were announced to ``reader``, or an Arrow table, without a transform."""
         rows = reader.take(announced)
-        if self.output == "arrow":
-            return self._finished(rows, receipt)
-        for name in self._texts:
+        for name in () if self.output == "arrow" else self._texts:
             rows[name] = texts(rows[name])
-        return self._finished(Batch(rows, receipt), receipt)
+        return rows
 
     def _finished(self, batch: Any, receipt: Receipt) -> Any:
         if self._row_wise:
@@ -170,9 +176,7 @@ class BatchSource(Iterations):
             if given is None and self.sharing > 1:
                 info = get_worker_info()
                 given = default_limit_bytes(1 if info is None else info.num_workers) // self.sharing
-            packing = None if self._selecting is None else self._selecting.packing
-            growth = 1.0 if packing is None else packing.growth(self._table.schema)
-            self._limits[lanes] = limit_of(given, self._table, self._columns, window=window, lanes=lanes, growth=growth)
+            self._limits[lanes] = limit_of(given, self._table, self._columns, window=window, lanes=lanes)
         limit = self._limits[lanes]
         if isinstance(self._table.storage, LocalStorage):
             ahead = 0

@@ -1,1 +1,1 @@
-"""This package is the command ``lakeckpt demo``: it trains a small GPT while ranks are killed, and counts every row."""
+"""This package is the command ``lakeckpt demo``, which trains a small GPT, kills ranks, and counts every token."""

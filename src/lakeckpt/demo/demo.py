@@ -1,8 +1,8 @@
-"""This module runs ``lakeckpt demo``: it trains a small GPT while ranks are killed, and counts every row.
+"""This module runs ``lakeckpt demo``: it trains a small GPT while ranks are killed, and counts every token.
 
-The demo builds a lake from the source text of Python's standard library and trains on it with torchrun twice: once
-undisturbed, and once while ranks are killed. The second run is compared with the first, and with the ids that the
-training loop itself recorded. The result goes to the terminal and to ``verdict.json``.
+The demo builds a lake from text that comes with Python and trains on it with torchrun twice: once undisturbed, and once
+while ranks are killed. The second run is compared with the first, and with the tokens that the training loop itself
+recorded. The result goes to the terminal and to ``verdict.json``.
 
 The demo takes nothing from the network and touches nothing outside of its output folder. The folder is made anew each
 time, and only if it is empty or was made by an earlier demo.
@@ -15,39 +15,48 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from lakeckpt.demo.lake import build_lake, lake_ids
+from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.demo.lake import build_lake, lake_numbers
 from lakeckpt.demo.records import read_launches
-from lakeckpt.demo.scenario import DemoConfig, Phase, scenario_for, steps_per_epoch
+from lakeckpt.demo.scenario import LENGTH, DemoConfig, Phase, scenario_for
 from lakeckpt.demo.supervise import DemoFailed, run_job
-from lakeckpt.demo.verdict import Job, Verdict, audited, judge
+from lakeckpt.demo.verdict import Job, Verdict, judge
 from lakeckpt.errors import ConfigError
+from lakeckpt.lake.storage.open import open_storage
 
 __all__ = ["add_arguments", "run", "run_demo"]
 
 _MARK = "lakeckpt-demo.json"
+_WHOLE: dict[str, Any] = {"sequences": {"prose": 3264, "code": 4032}, "steps": 480, "kills": 5, "save_every": 32}
+_SHORT: dict[str, Any] = {"sequences": {"prose": 376, "code": 456}, "steps": 64, "kills": 3, "save_every": 4}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lakeckpt demo``."""
     parser.add_argument("--out", default="demo-out", metavar="FOLDER", help="where to write (default: ./%(default)s)")
-    parser.add_argument("--short", action="store_true", help="three kills instead of five, on a small part of the text")
+    parser.add_argument("--short", action="store_true", help="three kills instead of five, and fewer steps")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo. Return 0 if the verdict is green, 1 if it is red."""
-    size = {"rows": 512, "kills": 3, "save_every": 4} if args.short else {"rows": None, "kills": 5, "save_every": 32}
+    size = _SHORT if args.short else _WHOLE
     return 0 if run_demo(Path(args.out), **size) else 1
 
 
-def run_demo(out: Path, *, rows: int | None, kills: int, save_every: int, sabotage: bool = False) -> bool:
+def run_demo(
+    out: Path, *, sequences: Mapping[str, int], steps: int, kills: int, save_every: int, sabotage: bool = False
+) -> bool:
     """Run the demo below ``out`` and return whether the verdict is green.
 
     Args:
         out: the output folder.
-        rows: bounds the rows of the lake; None: all the text there is.
+        sequences: source → sequences of its table. Each source must come to the end of an epoch.
+        steps: optimizer steps of the training.
         kills: how many of the five faults happen.
         save_every: optimizer steps between checkpoints.
         sabotage: restore without the reader's state, which must turn the verdict red.
@@ -57,13 +66,13 @@ def run_demo(out: Path, *, rows: int | None, kills: int, save_every: int, sabota
     began = time.monotonic()
     _make_folder(out)
     lake = out.resolve() / "lake"
-    count = build_lake(lake, max_rows=rows)
-    print(f"Lake: {count:,} rows of Python's own source text, in {len(list(lake.iterdir()))} Parquet files")
-    steps = steps_per_epoch(count)
+    build_lake(lake, sequences)
+    sizes = ", ".join(f"{count * LENGTH:,} tokens of {source}" for source, count in sequences.items())
+    print(f"Lake: {sizes}, in documents, as Parquet files")
     calm = DemoConfig(
         lake=str(lake),
         folder=str(out.resolve() / "without-faults"),
-        steps_per_epoch=steps,
+        steps=steps,
         save_every=save_every,
         phases=(Phase(world_size=2, workers=1),),
     )
@@ -74,7 +83,8 @@ def run_demo(out: Path, *, rows: int | None, kills: int, save_every: int, sabota
     except DemoFailed as failure:
         print(f"RED {failure}")
         return False
-    verdict = judge(*jobs, lake_ids(lake), audited(faulted))
+    report = audit(open_storage(str(faulted.checkpoints)))
+    verdict = judge(*jobs, {source: lake_numbers(lake / source) for source in sequences}, report)
     (out / "verdict.json").write_text(json.dumps({"green": verdict.green, **asdict(verdict)}, indent=1) + "\n")
     _print_verdict(verdict, jobs[1], time.monotonic() - began)
     print(f"  {out / 'verdict.json'}")
@@ -99,7 +109,7 @@ def _print_verdict(verdict: Verdict, faulted: Job, seconds: float) -> None:
         print(f"{'✓' if check.holds else '✗'} {check.claim}\n  {check.seen}")
     print(f"\nTime: {seconds:.0f} s")
     if verdict.green:
-        print(f"GREEN {len(faulted.deaths)} faults, 0 rows lost, 0 rows repeated")
+        print(f"GREEN {len(faulted.deaths)} faults, 0 tokens lost, 0 tokens repeated")
     else:
         failed = sum(not check.holds for check in verdict.checks)
         print(f"RED {failed} of {len(verdict.checks)} checks failed")

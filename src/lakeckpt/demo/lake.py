@@ -1,16 +1,24 @@
-"""This module builds the table that the demo trains on, from the source text of Python's standard library.
+"""This module writes the tables that the demo trains on, from text that comes with Python.
 
-The text is joined in the order of the paths and cut into blocks of 4 KiB. A row is one block: ``id`` (int64,
-0 .. rows - 1) and ``tokens`` (a fixed-size list of uint8). Files get uneven sizes by a fixed rule, so one Python always
-gives one lake. The last row group of a file is smaller than the others.
+``prose`` is the reference manual of the language, as Python's ``help()`` has it, and ``code`` the source text of the
+standard library. A document is what stands between blank lines, so documents have between a few and some thousand
+bytes. A row is one document: ``tokens``, a list of int32. The low byte of a token is a
+byte of the text, which is what the model reads. The other bits are the token's *number*, which no other token of the
+lake has. The verdict counts these numbers.
 
-`lake_ids` reads the lake with pyarrow alone, because the verdict is compared with these ids.
+Each table has a whole number of sequences, so no sequence has tokens of two epochs. Files get uneven sizes by a fixed
+rule, so one Python always gives one lake. The last row group of a file is smaller than the others.
+
+`lake_numbers` reads a table with pyarrow alone, because the verdict is compared with these numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sysconfig
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -18,65 +26,73 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lakeckpt.demo.scenario import LENGTH
 from lakeckpt.errors import ConfigError
 
-__all__ = ["build_lake", "lake_ids"]
+__all__ = ["build_lake", "lake_numbers"]
 
-_SKIPPED = {"site-packages", "dist-packages", "__pycache__"}
 _FILE_SHARES = (13, 5, 21, 8, 3, 17, 11, 22)
 _GROUPS = 48
-_FEWEST_ROWS = 64
 
 
-def build_lake(folder: Path, *, block: int = 4096, max_rows: int | None = None, source: Path | None = None) -> int:
-    """Write the lake into ``folder``, which is made. Return the number of rows.
+def build_lake(folder: Path, sequences: Mapping[str, int], *, library: Path | None = None) -> None:
+    """Write one table for each source into ``folder``, which is made.
 
     Args:
-        folder: where the Parquet files go.
-        block: bytes of a row.
-        max_rows: bounds the rows; None: all the text there is.
-        source: where the ``*.py`` files are; None: the standard library.
+        folder: where the tables go, each a folder of Parquet files.
+        sequences: source → how many sequences of `LENGTH` tokens its table has.
+        library: where the ``*.py`` files of ``code`` are; None: the standard library.
 
-    Raises `ConfigError` where ``source`` holds less text than 64 rows.
+    Raises `ConfigError` where there is less text than that.
     """
-    root = source or Path(sysconfig.get_path("stdlib"))
-    text = _text(root, None if max_rows is None else max_rows * block)
-    rows = -(-len(text) // block)
-    if rows < _FEWEST_ROWS:
-        raise ConfigError(
-            f"the demo trains on Python source text, and {root} holds {len(text)} bytes of it: {rows} rows of {block} "
-            f"bytes, at least {_FEWEST_ROWS} are needed; run it with a Python whose library is unpacked"
-        )
-    data = np.frombuffer(text.ljust(rows * block, b"\n"), dtype=np.uint8).reshape(rows, block)
-    folder.mkdir(parents=True)
-    borders = np.cumsum([0, *_FILE_SHARES]) * rows // sum(_FILE_SHARES)
-    for number, (first, stop) in enumerate(itertools.pairwise(borders.tolist())):
-        table = _table(data[first:stop], first)
-        pq.write_table(table, folder / f"part-{number:03d}.parquet", row_group_size=-(-rows // _GROUPS))
-    return rows
+    root = library or Path(sysconfig.get_path("stdlib"))
+    first = 0
+    for source, count in sequences.items():
+        size = count * LENGTH
+        documents = _first_documents(_prose() if source == "prose" else _code(root), size)
+        if sum(map(len, documents)) < size:
+            raise ConfigError(
+                f"the demo trains on text that comes with Python, and there are less than {size:,} bytes of {source} "
+                f"in {root}: run it with a Python whose library is unpacked"
+            )
+        _write(folder / source, documents, first)
+        first += size
 
 
-def lake_ids(folder: Path) -> npt.NDArray[np.int64]:
-    """Return every ``id`` of the lake, int64[rows], sorted, as pyarrow alone reads them."""
-    return np.sort(pq.ParquetDataset(folder).read(columns=["id"]).column("id").to_numpy())
+def lake_numbers(folder: Path) -> npt.NDArray[np.int64]:
+    """Return the number of every token of the table in ``folder``, int64[tokens], sorted, as pyarrow alone reads it."""
+    tokens = pq.ParquetDataset(folder).read(columns=["tokens"]).column("tokens").combine_chunks().flatten()
+    return np.sort(tokens.to_numpy().astype(np.int64) >> 8)
 
 
-def _text(root: Path, limit: int | None) -> bytes:
-    """Return the joined text of the ``*.py`` files below ``root``, at most ``limit`` bytes of it."""
-    pieces, size = [], 0
-    for path in sorted(root.rglob("*.py"), key=Path.as_posix):
-        if limit is not None and size >= limit:
+def _prose() -> Iterator[bytes]:
+    with contextlib.suppress(ModuleNotFoundError):  # not every Python has it
+        yield from (text.encode() for text in import_module("pydoc_data.topics").topics.values())
+
+
+def _code(root: Path) -> Iterator[bytes]:
+    return (path.read_bytes() for path in sorted(root.glob("*.py")))
+
+
+def _first_documents(texts: Iterator[bytes], size: int) -> list[bytes]:
+    """Return the first documents of ``texts``: ``size`` bytes together, the last one cut, or all that there are."""
+    found: list[bytes] = []
+    for document in (one for text in texts for one in text.split(b"\n\n") if one.strip()):
+        found.append((document.strip(b"\n") + b"\n")[:size])
+        size -= len(found[-1])
+        if not size:
             break
-        if _SKIPPED.isdisjoint(path.relative_to(root).parts):
-            pieces.append(path.read_bytes())
-            size += len(pieces[-1])
-    return b"".join(pieces)[:limit]
+    return found
 
 
-def _table(blocks: npt.NDArray[np.uint8], first: int) -> pa.Table:
-    """Return ``blocks``, uint8[rows, block], as rows whose ids count from ``first``."""
-    rows, block = blocks.shape
-    kind = pa.list_(pa.field("element", pa.uint8(), nullable=False), block)
-    tokens = pa.FixedSizeListArray.from_arrays(pa.array(blocks.reshape(-1)), type=kind)
-    schema = pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("tokens", kind, nullable=False)])
-    return pa.Table.from_arrays([pa.array(np.arange(first, first + rows)), tokens], schema=schema)
+def _write(folder: Path, documents: list[bytes], first: int) -> None:
+    """Write ``documents`` as a table whose tokens are numbered from ``first``."""
+    folder.mkdir(parents=True)
+    text = np.frombuffer(b"".join(documents), np.uint8).astype(np.int32)
+    tokens = (np.arange(first, first + len(text), dtype=np.int32) << 8) | text
+    ends = np.cumsum([0, *map(len, documents)], dtype=np.int32)
+    table = pa.table({"tokens": pa.ListArray.from_arrays(ends, tokens)})
+    borders = np.cumsum([0, *_FILE_SHARES]) * len(documents) // sum(_FILE_SHARES)
+    for number, (start, stop) in enumerate(itertools.pairwise(borders.tolist())):
+        path = folder / f"part-{number:03d}.parquet"
+        pq.write_table(table.slice(start, stop - start), path, row_group_size=-(-len(documents) // _GROUPS))

@@ -1,48 +1,49 @@
 """This module defines the model that the demo trains: a small GPT over bytes.
 
-The output is tied to the embedding on purpose, because a checkpoint must store a tied tensor once. Each row is cropped
-in the loader's workers, at a place that follows from the seed that the loader gives the row, so the same rows give the
-same batch on every topology. No random number is drawn after `build`.
+A token attends to the earlier tokens of its own document. The output is tied to the embedding on purpose, because a
+checkpoint must store a tied tensor once. No random number is drawn after `build`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lakeckpt import Batch, TransformContext
+from lakeckpt import Batch
+from lakeckpt.demo.scenario import LENGTH
 
-__all__ = ["CONTEXT", "GPT", "Crop", "build", "digest", "loss_sum"]
+__all__ = ["GPT", "build", "digest", "loss_sum"]
 
-CONTEXT = 64
-"""Bytes of text that the model sees."""
 _VOCABULARY, _WIDTH, _HEADS, _LAYERS = 256, 64, 2, 2
 
 
 class GPT(nn.Module):
-    """int64[rows, length] bytes in, float32[rows, length, 256] scores of the next byte out."""
+    """Bytes, and places and documents as `lakeckpt.pack` numbers them: int[rows, LENGTH] each.
+
+    Returns the scores of the next byte, float32[rows, LENGTH, 256].
+    """
+
+    later: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(_VOCABULARY, _WIDTH)
-        self.place = nn.Embedding(CONTEXT, _WIDTH)
+        self.place = nn.Embedding(LENGTH, _WIDTH)
         block = nn.TransformerEncoderLayer(
             _WIDTH, _HEADS, 4 * _WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(block, _LAYERS, nn.LayerNorm(_WIDTH), enable_nested_tensor=False)
         self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
+        self.register_buffer("later", torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
-        x = self.embed(tokens) + self.place.weight[:length]
-        return self.head(self.blocks(x, mask=mask, is_causal=True))  # type: ignore[no-any-return]
+    def forward(self, text: Tensor, places: Tensor, documents: Tensor) -> Tensor:
+        hidden = self.later | (documents[:, :, None] != documents[:, None, :])
+        x = self.embed(text) + self.place(places)
+        return self.head(self.blocks(x, mask=hidden.repeat_interleave(_HEADS, 0), is_causal=False))  # type: ignore[no-any-return]
 
 
 def build(seed: int) -> GPT:
@@ -54,28 +55,12 @@ def build(seed: int) -> GPT:
     return model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Crop:
-    """A transform that replaces ``tokens``, uint8[rows, block], by a ``stretch`` of it, int64[rows, length + 1].
-
-    The place of the stretch follows from the loader's seed of the row: the same on every topology, after every restore.
-    """
-
-    length: int
-
-    def __call__(self, batch: Batch, context: TransformContext) -> Batch:
-        tokens = batch.pop("tokens")
-        room = tokens.shape[1] - self.length
-        start = torch.from_numpy((context.row_seeds % np.uint64(room)).astype(np.int64))
-        batch["stretch"] = tokens.gather(1, start[:, None] + torch.arange(self.length + 1)).long()
-        return batch
-
-
-def loss_sum(model: nn.Module, stretch: Tensor) -> Tensor:
-    """Return the loss summed over rows; the loss of a row is the mean over its bytes (nats). 0 rows give 0."""
-    scores = model(stretch[:, :-1])
-    each = F.cross_entropy(scores.flatten(0, 1), stretch[:, 1:].flatten(), reduction="sum")
-    return each / (stretch.shape[1] - 1)
+def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the loss of a packed batch with labels, summed over its tokens (nats)."""
+    scores = model(batch["tokens"] & 0xFF, batch["position_ids"], batch["document_ids"])
+    labels = batch["labels"]
+    targets = labels.where(labels < 0, labels & 0xFF)  # the end of a document has no next token: a negative label
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def digest(model: nn.Module) -> str:

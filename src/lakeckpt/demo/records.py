@@ -1,10 +1,11 @@
-"""This module writes and reads the rows that each rank really used, in each optimizer step of each launch.
+"""This module writes and reads the tokens that each rank really used, in each optimizer step of each launch.
 
 The training loop appends one JSON line per event to a file of its own (one per launch and rank), with one ``write``
 each, so a SIGKILL loses at most the last line. `surviving_steps` joins the launches to the history that the final
 weights were made by, from the step that each launch restored.
 
-Nothing here asks lakeckpt which rows were read: the audit is compared with these records.
+Tokens are recorded by the numbers that they carry (`lakeckpt.demo.lake`), so nothing here asks lakeckpt which tokens
+were read: the audit is compared with these records.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Launch", "RowCount", "Step", "Writer", "count_rows", "read_launches", "record_path", "surviving_steps"]
+__all__ = ["Launch", "Packed", "Step", "TokenCount", "Writer"]
+__all__ += ["count_tokens", "read_launches", "record_path", "surviving_steps"]
+
+Packed = tuple[str, int, tuple[int, ...]]
+"""One sequence: its source, the source's epoch, and the numbers of its tokens."""
 
 
 def record_path(folder: Path, launch: int, rank: int) -> Path:
@@ -39,22 +44,21 @@ class Writer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One optimizer step of all ranks. ``rows`` maps a rank to the ids that it used, in order.
+    """One optimizer step of all ranks. ``used`` maps a rank to the sequences that it used, in order.
 
-    ``loss`` is the mean over rows (nats per byte), ``digest`` that of the weights after the step on rank 0.
+    ``loss`` is the mean over tokens (nats), ``digest`` that of the weights after the step on rank 0.
     """
 
     launch: int
     step: int
-    epoch: int
-    rows: Mapping[int, tuple[int, ...]]
+    used: Mapping[int, tuple[Packed, ...]]
     loss: float
     digest: str
 
     @property
-    def ids(self) -> list[int]:
-        """The ids of all ranks."""
-        return [row for rank in sorted(self.rows) for row in self.rows[rank]]
+    def sequences(self) -> list[Packed]:
+        """The sequences of all ranks."""
+        return [one for rank in sorted(self.used) for one in self.used[rank]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,38 +102,43 @@ def surviving_steps(launches: Sequence[Launch]) -> list[Step]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowCount:
-    """How often rows counted in one epoch: ``lost`` never, ``repeated`` times too many, ``unknown`` not in the lake."""
+class TokenCount:
+    """How often the tokens of a source counted in one epoch of it."""
 
+    source: str
     epoch: int
+    complete: bool
+    """Whether a later epoch has begun, so that no token may be missing."""
     counted: int
     lost: int
+    """Tokens that never counted; 0 where the epoch is not complete."""
     repeated: int
-    unknown: int
-
-    @property
-    def exactly_once(self) -> bool:
-        return not (self.lost or self.repeated or self.unknown)
+    """How many times too many tokens counted; a token that the table does not have is always one too many."""
 
 
-def count_rows(history: Sequence[Step], lake: npt.NDArray[np.int64], epochs: int) -> list[RowCount]:
-    """Count the rows of ``lake`` (int64[rows]) in ``history``, for each of ``epochs`` epochs and any other epoch."""
-    by_epoch: dict[int, list[int]] = {epoch: [] for epoch in range(epochs)}
+def count_tokens(history: Sequence[Step], lake: Mapping[str, npt.NDArray[np.int64]]) -> list[TokenCount]:
+    """Count the tokens of each source in ``history``. ``lake`` maps a source to the numbers that its table has."""
+    used: dict[tuple[str, int], list[int]] = {}
     for step in history:
-        by_epoch.setdefault(step.epoch, []).extend(step.ids)
-    return [_count(epoch, used, lake) for epoch, used in sorted(by_epoch.items())]
-
-
-def _count(epoch: int, used: list[int], lake: npt.NDArray[np.int64]) -> RowCount:
-    ids, times = np.unique(np.array(used, dtype=np.int64), return_counts=True)
-    known = np.isin(ids, lake)
-    return RowCount(
-        epoch=epoch,
-        counted=len(used),
-        lost=int(len(lake) - known.sum()),
-        repeated=int((times[known] - 1).sum()),
-        unknown=int(times[~known].sum()),
-    )
+        for source, epoch, numbers in step.sequences:
+            used.setdefault((source, epoch), []).extend(numbers)
+    found = []
+    for source, table in lake.items():
+        newest = max((epoch for name, epoch in used if name == source), default=0)
+        for epoch in range(newest + 1):
+            counted, complete = used.get((source, epoch), []), epoch < newest
+            once = int(np.isin(table, np.array(counted, np.int64)).sum())
+            found.append(
+                TokenCount(
+                    source=source,
+                    epoch=epoch,
+                    complete=complete,
+                    counted=len(counted),
+                    lost=len(table) - once if complete else 0,
+                    repeated=len(counted) - once,
+                )
+            )
+    return found
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -150,29 +159,28 @@ def _launch(launch: int, paths: Sequence[Path]) -> Launch | None:
         if event["kind"] == "step":
             steps.setdefault(event["step"], {})[rank] = event
     whole = {number: by_rank for number, by_rank in sorted(steps.items()) if len(by_rank) == world_size}
+    restored = {event["restored"] for event in starts}
+    if len(restored) != 1:
+        raise ValueError(f"launch {launch}: the ranks recorded different values of 'restored': {sorted(restored)}")
     return Launch(
         launch=launch,
         world_size=world_size,
-        restored=_same(launch, "restored", starts),
+        restored=restored.pop(),
         steps={number: _join(launch, number, by_rank) for number, by_rank in whole.items()},
         ended=any(event["kind"] == "end" for _, event in events),
     )
 
 
 def _join(launch: int, number: int, by_rank: Mapping[int, Mapping[str, Any]]) -> Step:
-    events = list(by_rank.values())
+    events = by_rank.values()
+    tokens = sum(len(numbers) for event in events for _, _, numbers in event["used"])
     return Step(
         launch=launch,
         step=number,
-        epoch=_same(launch, "epoch", events),
-        rows={rank: tuple(event["ids"]) for rank, event in by_rank.items()},
-        loss=sum(event["loss_sum"] for event in events) / max(1, sum(len(event["ids"]) for event in events)),
+        used={
+            rank: tuple((source, epoch, tuple(numbers)) for source, epoch, numbers in event["used"])
+            for rank, event in by_rank.items()
+        },
+        loss=sum(event["loss_sum"] for event in events) / max(1, tokens),
         digest="".join(event["digest"] for event in events),
     )
-
-
-def _same(launch: int, name: str, events: Sequence[Mapping[str, Any]]) -> int:
-    values = {event[name] for event in events}
-    if len(values) != 1:
-        raise ValueError(f"launch {launch}: the ranks recorded different values of {name!r}: {sorted(values)}")
-    return int(values.pop())

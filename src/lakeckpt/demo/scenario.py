@@ -8,24 +8,25 @@ phase, by the end of training. A fault is addressed by (rank, optimizer step, po
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 __all__ = [
     "BATCH_SIZE",
-    "EPOCHS",
+    "LENGTH",
     "NUM_LANES",
     "POINTS",
+    "WEIGHTS",
     "DemoConfig",
     "Fault",
     "Phase",
     "scenario_for",
-    "steps_per_epoch",
 ]
 
-NUM_LANES, BATCH_SIZE, EPOCHS = 8, 8, 2
+NUM_LANES, BATCH_SIZE, LENGTH = 8, 8, 64
+WEIGHTS = {"prose": 0.7, "code": 0.3}
+"""The tables of the lake → the share of the sequences that each has."""
 _MICRO_BATCHES = 4
 """Micro-batches of an optimizer step, on every number of ranks that divides it."""
 POINTS = {
@@ -79,7 +80,7 @@ class DemoConfig:
 
     lake: str
     folder: str
-    steps_per_epoch: int
+    steps: int
     save_every: int
     drop_reader_state: bool = False
     phases: tuple[Phase, ...] = ()
@@ -104,20 +105,14 @@ class DemoConfig:
         return cls(**plain, phases=tuple(Phase(**phase) for phase in phases))
 
 
-def steps_per_epoch(rows: int) -> int:
-    """Return the optimizer steps of an epoch, where the world size divides the micro-batches of a step."""
-    per_lane = math.ceil(math.ceil(rows / NUM_LANES) / BATCH_SIZE)
-    return math.ceil(per_lane * NUM_LANES / _MICRO_BATCHES)
-
-
 def scenario_for(steps: int, save_every: int, *, kills: int) -> tuple[Phase, ...]:
-    """Return the phases of the run with the first ``kills`` of five faults, over two epochs of ``steps`` steps each.
+    """Return the phases of the run with the first ``kills`` of five faults, over ``steps`` optimizer steps.
 
-    The first epoch has three kills and no change of topology. In the second a node is lost; the job comes back with
-    twice the ranks (which divide the lanes: the order of rows stays), is killed there, and comes back with three ranks
-    (which do not divide the lanes: the rest of the epoch is dealt anew) to the end.
+    The first half has three kills and no change of topology. In the second a node is lost; the job comes back with
+    twice the ranks (which divide the lanes: the order of sequences stays), is killed there, and comes back with three
+    ranks (which do not divide the lanes: the rest is dealt anew) to the end.
     """
-    assert 1 <= save_every <= steps // 4, f"{steps} steps, and a save every {save_every}: faults fall between saves"
+    assert 1 <= save_every <= steps // 8, f"{steps} steps, and a save every {save_every}: faults fall between saves"
 
     def between_saves(share: float) -> int:  # so that some steps must be computed again
         step = max(save_every + 1, round(share * steps))
@@ -128,10 +123,10 @@ def scenario_for(steps: int, save_every: int, *, kills: int) -> tuple[Phase, ...
 
     two = {"world_size": 2, "workers": 1}
     faulted = (
-        Phase(**two, fault=Fault(rank=1, step=between_saves(0.22), point="before-update")),
-        Phase(**two, fault=Fault(rank=0, step=at_save(0.52), point="before-commit")),
-        Phase(**two, fault=Fault(rank=1, step=between_saves(0.83), point="before-cut")),
-        Phase(**two, fault=Fault(rank=0, step=between_saves(1.15), point="before-update", whole_job=True)),
-        Phase(world_size=4, workers=2, fault=Fault(rank=2, step=at_save(1.55), point="before-part")),
+        Phase(**two, fault=Fault(rank=1, step=between_saves(0.11), point="before-update")),
+        Phase(**two, fault=Fault(rank=0, step=at_save(0.26), point="before-commit")),
+        Phase(**two, fault=Fault(rank=1, step=between_saves(0.42), point="before-cut")),
+        Phase(**two, fault=Fault(rank=0, step=between_saves(0.58), point="before-update", whole_job=True)),
+        Phase(world_size=4, workers=2, fault=Fault(rank=2, step=at_save(0.78), point="before-part")),
     )
     return (*faulted[:kills], Phase(world_size=3, workers=0))

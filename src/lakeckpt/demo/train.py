@@ -1,9 +1,9 @@
 """This module is the demo's training script: an ordinary PyTorch loop under torchrun, with lakeckpt.
 
-DDP over gloo, one thread per rank. An optimizer step takes `Phase.accumulate` micro-batches per rank; the loss is
-summed over rows and divided by the rows of the global batch, which is exact for any number of rows on each rank. Two
-things are not ordinary: `Writer` records the ids that the loop used, and `Trip` lets the fault script kill at a chosen
-point.
+DDP over gloo, one thread per rank. Documents are packed into sequences, and the sequences of two tables are mixed. A
+table that is through begins its next epoch. An optimizer step takes `Phase.accumulate` micro-batches per rank; the loss
+is summed over tokens and divided by the tokens of the global batch. Two things are not ordinary: `Writer` records the
+tokens that the loop used, and `Trip` lets the fault script kill at a chosen point.
 
 ``lakeckpt demo`` starts it as ``torchrun … -m lakeckpt.demo.train CONFIG LAUNCH``, where CONFIG is a file with a
 `DemoConfig` as JSON, and LAUNCH the number of its phase (from 0).
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +22,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import lakeckpt
-from lakeckpt.demo.model import CONTEXT, GPT, Crop, build, digest, loss_sum
-from lakeckpt.demo.records import Writer, record_path
-from lakeckpt.demo.scenario import BATCH_SIZE, EPOCHS, NUM_LANES, DemoConfig
+from lakeckpt.demo.model import GPT, build, digest, loss_sum
+from lakeckpt.demo.records import Packed, Writer, record_path
+from lakeckpt.demo.scenario import BATCH_SIZE, LENGTH, NUM_LANES, WEIGHTS, DemoConfig
 from lakeckpt.demo.trip import Trip
 
-__all__ = ["main"]
+__all__ = ["main", "training_data"]
 
 _SEED = 7
-
-
-class _ForgetfulLoader(lakeckpt.LakeLoader):
-    """A loader with a planted fault: it drops the state that a restore gives it. The verdict must be red."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        del state
 
 
 class _Training:
@@ -50,22 +42,11 @@ class _Training:
         self.model: GPT = build(_SEED)
         self.parallel = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=6e-3, betas=(0.9, 0.95))
-        steps = EPOCHS * config.steps_per_epoch
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: max(0.1, 1 - 0.9 * step / steps))
-        dataset = lakeckpt.LakeDataset(
-            config.lake,
-            batch_size=BATCH_SIZE,
-            columns=["id", "tokens"],
-            shuffle=True,
-            seed=_SEED,
-            options=lakeckpt.ReadOptions(num_lanes=NUM_LANES),
-            transform=Crop(length=CONTEXT),
-        )
-        kind = _ForgetfulLoader if config.drop_reader_state else lakeckpt.LakeLoader
-        self.loader: Any = kind(dataset, num_workers=self.phase.workers)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 - 0.9 * step / config.steps)
+        self.loader = lakeckpt.LakeLoader(training_data(config.lake), num_workers=self.phase.workers)
 
     def run(self) -> None:
-        """Restore, and train to the end of the last epoch."""
+        """Restore, and train to the last step."""
         state = {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -75,41 +56,61 @@ class _Training:
         with lakeckpt.CheckpointManager(
             str(self.config.checkpoints), state, persist_every=self.config.save_every
         ) as manager:
-            step = manager.restore()
-            self.writer.write("start", restored=step, world_size=dist.get_world_size())
-            for epoch in range(self.loader.epoch, EPOCHS):
-                batches = iter(self.loader)
-                while group := list(itertools.islice(batches, self.phase.accumulate)):
-                    step += 1
-                    self.step(step, group, epoch)
-                    self.trip.save_begins(step)
-                    manager.step(group[-1])
-                    self.trip.save_ends()
+            fresh = self.loader.state_dict() if self.config.drop_reader_state else None
+            done = manager.restore()
+            if fresh is not None:  # a planted fault: the verdict must be red
+                self.loader.load_state_dict(fresh)
+            self.writer.write("start", restored=done, world_size=dist.get_world_size())
+            batches = iter(self.loader)
+            for step in range(done + 1, self.config.steps + 1):
+                group = list(itertools.islice(batches, self.phase.accumulate))
+                self.step(step, group)
+                self.trip.save_begins(step)
+                manager.step(group[-1])
+                self.trip.save_ends()
         self.writer.write("end")
 
-    def step(self, step: int, group: list[Any], epoch: int) -> None:
+    def step(self, step: int, group: list[lakeckpt.Batch]) -> None:
         """Make optimizer step ``step``, and record it once the weights have changed."""
-        loss, ids = self.gradients(group)
+        loss = self.gradients(group)
         self.trip.reach("before-update", step)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
         weights = digest(self.model) if self.rank == 0 else ""
-        self.writer.write("step", step=step, epoch=epoch, ids=ids, loss_sum=loss, digest=weights)
+        used = [one for batch in group for one in _sequences(batch)]
+        self.writer.write("step", step=step, used=used, loss_sum=loss, digest=weights)
         self.trip.reach("before-cut", step)
 
-    def gradients(self, group: list[Any]) -> tuple[float, list[int]]:
-        """Compute the gradients of the micro-batches, and return the loss summed over rows, and the rows' ids."""
-        total = sum(batch.receipt.step_rows for batch in group)
+    def gradients(self, group: list[lakeckpt.Batch]) -> float:
+        """Compute the gradients of the micro-batches, and return the loss summed over tokens."""
+        total = LENGTH * sum(batch.receipt.step_rows for batch in group)
         loss_of_all = 0.0
-        ids: list[int] = []
         for batch in group:
             with contextlib.nullcontext() if batch is group[-1] else self.parallel.no_sync():
-                loss = loss_sum(self.parallel, batch["stretch"])
-                (loss * dist.get_world_size() / total).backward()
+                loss = loss_sum(self.parallel, batch)
+                (loss * dist.get_world_size() / total).backward()  # type: ignore[no-untyped-call]
             loss_of_all += float(loss.detach())
-            ids.extend(batch["id"].tolist())
-        return loss_of_all, ids
+        return loss_of_all
+
+
+def training_data(lake: str) -> lakeckpt.LakeDataset:
+    """Return a mixture of the tables of ``lake``, the documents of each packed into sequences."""
+    packed = {}
+    for source in WEIGHTS:
+        documents = lakeckpt.LakeDataset(f"{lake}/{source}", batch_size=BATCH_SIZE, shuffle=True, seed=_SEED)
+        packed[source] = lakeckpt.pack(documents, length=LENGTH, labels=True)
+    weighted = {source: (packed[source], weight) for source, weight in WEIGHTS.items()}
+    return lakeckpt.mix(weighted, seed=_SEED, num_lanes=NUM_LANES, source_column="source")
+
+
+def _sequences(batch: lakeckpt.Batch) -> list[Packed]:
+    """Return the sequences of a batch, each with its source, the source's epoch, and the numbers of its tokens."""
+    receipt: Any = batch.receipt
+    epochs = {name: iter([one.epoch for one in spans for _ in range(one.rows)]) for name, spans in receipt.spans}
+    sources = [list(WEIGHTS)[number] for number in batch["source"].tolist()]
+    tokens = (batch["tokens"] >> 8).tolist()
+    return [(source, next(epochs[source]), numbers) for source, numbers in zip(sources, tokens, strict=True)]
 
 
 def main(argv: list[str]) -> None:

@@ -6,20 +6,19 @@ check that could not be made counts as failed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.checkpoint.ledger.audit import audit
-from lakeckpt.demo.records import Launch, RowCount, Step, count_rows, surviving_steps
-from lakeckpt.demo.scenario import EPOCHS, NUM_LANES, DemoConfig
+from lakeckpt.checkpoint.ledger.report import AuditReport
+from lakeckpt.demo.records import Launch, Step, TokenCount, count_tokens, surviving_steps
+from lakeckpt.demo.scenario import LENGTH, NUM_LANES, DemoConfig
 from lakeckpt.demo.supervise import Death
-from lakeckpt.errors import CheckpointNotFound
-from lakeckpt.lake.storage.open import open_storage
 
-__all__ = ["Check", "Job", "Verdict", "audited", "judge"]
+__all__ = ["Check", "Job", "Verdict", "judge"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,7 @@ class Verdict:
     """What the demo found."""
 
     checks: tuple[Check, ...]
-    rows: tuple[RowCount, ...]
+    tokens: tuple[TokenCount, ...]
 
     @property
     def green(self) -> bool:
@@ -53,42 +52,26 @@ class Verdict:
         return all(check.holds for check in self.checks)
 
 
-def audited(config: DemoConfig) -> Check:
-    """Audit the checkpoints of a job, as ``lakeckpt audit`` does. All of its epochs must be complete, too."""
-    claim = "By the audit of the ledger, every row counts exactly once per epoch"
-    try:
-        report = audit(open_storage(str(config.checkpoints)))
-    except CheckpointNotFound as error:
-        return Check(claim=claim, holds=False, seen=str(error))
-    epochs = (epoch for reader in report.readers for epoch in reader.epochs)
-    complete = {epoch.epoch for epoch in epochs if epoch.once == epoch.rows and not epoch.left}
-    absent = sorted(set(range(EPOCHS)) - complete)
-    seen = report.words
-    if report.exactly_once and absent:
-        seen += f"; but the ledger does not have all rows of epoch {', '.join(map(str, absent))}"
-    return Check(claim=claim, holds=report.exactly_once and not absent, seen=seen)
+def judge(reference: Job, faulted: Job, lake: Mapping[str, npt.NDArray[np.int64]], report: AuditReport) -> Verdict:
+    """Compare the faulted run with the numbers of each source's tokens (int64[tokens]) and with the fault-free run.
 
-
-def judge(reference: Job, faulted: Job, lake: npt.NDArray[np.int64], audit_check: Check) -> Verdict:
-    """Compare the faulted run with the lake's ids (int64[rows]) and with the fault-free run.
-
-    ``audit_check`` is the result of `audited` for the faulted run.
+    ``report`` is the audit of the faulted run.
     """
     calm, calm_problem = _history(reference)
     rough, rough_problem = _history(faulted)
     sizes = {launch.launch: launch.world_size for launch in faulted.launches}
     unchanged = [step for step in rough if sizes[step.launch] == faulted.config.phases[0].world_size]
     stable = [step for step in rough[len(unchanged) :] if NUM_LANES % sizes[step.launch] == 0]
-    rows = count_rows(rough, lake, EPOCHS)
+    counts = count_tokens(rough, lake)
     checks = (
         _all_happened(faulted),
-        _once("By the ids that the loop recorded, every row counts exactly once per epoch", rows, rough_problem),
-        audit_check,
+        _once("By the loop's records, every token counts exactly once per epoch of its source", counts, rough_problem),
+        _agrees(report, counts),
         _bitwise(calm, unchanged),
-        *([_same_rows(calm[len(unchanged) :], stable)] if stable else []),
-        _once("The fault-free run is exact, too", count_rows(calm, lake, EPOCHS), calm_problem),
+        *([_same_tokens(calm[len(unchanged) :], stable)] if stable else []),
+        _once("The fault-free run is exact, too", count_tokens(calm, lake), calm_problem),
     )
-    return Verdict(checks=checks, rows=tuple(rows))
+    return Verdict(checks=checks, tokens=tuple(counts))
 
 
 def _history(job: Job) -> tuple[list[Step], str]:
@@ -112,18 +95,40 @@ def _all_happened(faulted: Job) -> Check:
     )
 
 
-def _once(claim: str, rows: Sequence[RowCount], problem: str) -> Check:
-    seen = "; ".join(
-        f"epoch {count.epoch}: {count.counted:,} counted, {count.lost:,} lost, {count.repeated:,} repeated"
-        + (f", {count.unknown:,} not in the lake" if count.unknown else "")
-        for count in rows
+def _once(claim: str, counts: Sequence[TokenCount], problem: str) -> Check:
+    """All counts must be exact, and each source must have come to the end of an epoch."""
+    sources = [list(found) for _, found in itertools.groupby(counts, key=lambda one: one.source)]
+    exact = all(epochs[0].complete and not any(one.lost or one.repeated for one in epochs) for epochs in sources)
+    return Check(claim=claim, holds=exact and not problem, seen=problem or "\n  ".join(map(_words, sources)))
+
+
+def _words(epochs: Sequence[TokenCount]) -> str:
+    *complete, begun = epochs
+    return (
+        f"{begun.source}: {sum(one.counted for one in complete):,} tokens in {len(complete)} complete "
+        f"epoch{'' if len(complete) == 1 else 's'}, {begun.counted:,} in the next; "
+        f"{sum(one.lost for one in epochs):,} lost, {sum(one.repeated for one in epochs):,} repeated"
     )
-    return Check(claim=claim, holds=not problem and all(count.exactly_once for count in rows), seen=problem or seen)
+
+
+def _agrees(report: AuditReport, counts: Sequence[TokenCount]) -> Check:
+    audited = {
+        (reader.name.removeprefix("reader."), one.epoch): one.once * LENGTH
+        for reader in report.readers
+        for one in reader.epochs
+    }
+    recorded = {(one.source, one.epoch): one.counted for one in counts}
+    return Check(
+        claim="The audit of the ledger proves the same, with as many tokens in each epoch",
+        holds=report.exactly_once and audited == recorded,
+        seen=f"{report.words} (rows are sequences: {sum(audited.values()):,} tokens, and {sum(recorded.values()):,} "
+        "by the loop's records)",
+    )
 
 
 def _bitwise(calm: Sequence[Step], unchanged: Sequence[Step]) -> Check:
     def content(step: Step) -> tuple[object, ...]:
-        return step.step, step.digest, step.loss, step.rows
+        return step.step, step.digest, step.loss, step.used
 
     equal = sum(content(one) == content(other) for one, other in zip(calm, unchanged, strict=False))
     return Check(
@@ -133,12 +138,12 @@ def _bitwise(calm: Sequence[Step], unchanged: Sequence[Step]) -> Check:
     )
 
 
-def _same_rows(calm: Sequence[Step], stable: Sequence[Step]) -> Check:
+def _same_tokens(calm: Sequence[Step], stable: Sequence[Step]) -> Check:
     pairs = list(zip(calm, stable, strict=False))
-    same = sum(sorted(one.ids) == sorted(other.ids) for one, other in pairs)
+    same = sum(sorted(one.sequences) == sorted(other.sequences) for one, other in pairs)
     difference = max((abs(one.loss - other.loss) for one, other in pairs), default=float("nan"))
     return Check(
-        claim="With ranks that divide the lanes, every step still has the rows of the fault-free run",
+        claim="With ranks that divide the lanes, every step still has the tokens of the fault-free run",
         holds=same == len(stable),
         seen=f"{same:,} of {len(stable):,} steps; losses differ by at most {difference:.1e}",
     )

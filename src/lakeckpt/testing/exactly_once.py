@@ -18,11 +18,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
+from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing.attempts import Attempt, Topology, TopologyLike, count, script
 from lakeckpt.testing.job import Job, MakeLoader, Saved, Step
 from lakeckpt.testing.observed import Observed, Violation
-from lakeckpt.testing.row_keys import Key, canonical
+from lakeckpt.testing.packed_laws import PackedDocuments
+from lakeckpt.testing.receipt_laws import TrueRows
+from lakeckpt.testing.row_keys import Key, RowKeys, canonical
 
 __all__ = ["DEFAULT_TOPOLOGIES", "Offsets", "assert_exactly_once", "chosen", "replay"]
 
@@ -45,6 +48,8 @@ def assert_exactly_once(
     seed: int = 0,
 ) -> None:
     """Prove that what ``make_loader`` makes consumes every row exactly once per epoch, restored anywhere.
+
+    Of packed sequences (`lakeckpt.pack`) every token of every document is counted, and no sequence may be split.
 
     Args:
         make_loader: called as ``make_loader(rank, world_size, num_workers, **options)``; returns a new
@@ -99,6 +104,17 @@ def replay(
     law.hold(history, lambda: law.replay(history), shrink=False)
 
 
+def _truth_of(dataset: LakeDataset, keys: RowKeys, expected: Iterable[Hashable] | None) -> TrueRows | PackedDocuments:
+    """Return what the table holds, to compare batches with."""
+    if dataset.packing is None:
+        return TrueRows(dataset, keys.of_table())
+    if expected is not None:
+        raise ConfigError(
+            "the tokens of packed sequences are those of the table: give expected= with key=function only"
+        )
+    return PackedDocuments(dataset, keys.documents())
+
+
 def _some_steps(choose: random.Random, epoch: int) -> int | None:
     """Return a number of steps up to two epochs; None: to the end of an epoch."""
     return None if choose.random() < 0.15 else choose.randrange(2 * epoch + 2)
@@ -112,31 +128,32 @@ class _Law:
     ) -> None:
         self._make_loader = make_loader
         self._key = key
-        self._groups: list[list[Hashable]] | None = None
+        self._truth: TrueRows | PackedDocuments | None = None
         self._expected: Counter[Hashable] | None = None
         self.steps = 0
         """Steps of an epoch (of an endless stream: of two), on the topology that has the most."""
-        probe = Job(make_loader, first, None, Observed(), key=key, groups=None)
+        probe = Job(make_loader, first, None, Observed(), key=key, truth=None)
         self._in_order = probe.tracked
         if probe.keys.comparable:
-            self._groups = probe.keys.of_table()
+            self._truth = _truth_of(probe.dataset, probe.keys, expected)
         self._drops = probe.dataset.identity.tail == "drop"
         self._endless = probe.endless
         probe.close()
         self._rows = probe.dataset.identity.rows
+        self._fresh = partial(Observed, counted="tokens" if isinstance(self._truth, PackedDocuments) else "rows")
         if expected is not None:
             self._expected = Counter(canonical(one) for one in expected)
             if self._rows and not self._expected:
                 raise ConfigError(
                     f"expected= is empty, and an epoch has {self._rows} rows: it holds the keys of all of them"
                 )
-        elif self._groups is not None:
-            self._expected = Counter(one for group in self._groups for one in group)
+        elif self._truth is not None:
+            self._expected = self._truth.every()
 
     # --- jobs
 
     def _job(self, topology: Topology, saved: Saved | None, observed: Observed) -> Job:
-        return Job(self._make_loader, topology, saved, observed, key=self._key, groups=self._groups)
+        return Job(self._make_loader, topology, saved, observed, key=self._key, truth=self._truth)
 
     def _take(self, job: Job, steps: int) -> list[Step]:
         """Take ``steps`` steps, over epoch borders; what was consumed of an epoch that ends is checked."""
@@ -189,7 +206,7 @@ class _Law:
     def replay(self, history: Sequence[Attempt]) -> None:
         """Run ``history``; Violation where it breaks the law."""
         self._reference(Topology.of(history[-1].topology))
-        saved, observed = None, Observed()
+        saved, observed = None, self._fresh()
         for number, attempt in enumerate(history):
             job = self._job(Topology.of(attempt.topology), saved, observed)
             try:
@@ -212,7 +229,7 @@ class _Law:
                 "own), nor from a run without a restore (endless=True, or drop_last=True): give expected=, or "
                 'key="a column"'
             )
-        job = self._job(Topology(world_size=1, num_workers=0, options=topology.options), None, Observed())
+        job = self._job(Topology(world_size=1, num_workers=0, options=topology.options), None, self._fresh())
         try:
             self._finish(job)
         finally:
@@ -250,7 +267,7 @@ class _Law:
 
         def run() -> None:
             self._reference(topology)
-            job = self._job(topology, None, Observed())
+            job = self._job(topology, None, self._fresh())
             try:
                 saves.append((job.save(), job.observed.copy()))
                 while not (job.endless and self._complete(job, _ENDLESS_EPOCHS - 1)):

@@ -9,7 +9,7 @@ on all ranks, and in agreement with the rows consumed. The next job gets nothing
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from lakeckpt.data.loader import LakeLoader
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing.attempts import Topology
 from lakeckpt.testing.observed import Observed, Violation
+from lakeckpt.testing.packed_laws import PackedDocuments
 from lakeckpt.testing.receipt_laws import TrueRows, check_receipts, dealt, planned_drop
 from lakeckpt.testing.row_keys import Key, RowKeys
 
@@ -60,7 +61,7 @@ class Job:
         observed: Observed,
         *,
         key: Key,
-        groups: list[list[Hashable]] | None,
+        truth: TrueRows | PackedDocuments | None,
     ) -> None:
         self.topology = topology
         self.observed = observed
@@ -72,8 +73,8 @@ class Job:
         _check_workers(self.loaders, topology)
         self.tracked = isinstance(self.loaders[0], LakeLoader) or hasattr(self.loaders[0], "last_receipt")
         if not self.tracked:
-            _check_drops_nothing(self.loaders[0], self.dataset)
-        self._true_rows = None if groups is None else TrueRows(self.dataset, groups)
+            _check_untracked(self.loaders[0], self.dataset)
+        self._truth = truth
         single = self.dataset.row_wise and getattr(self.loaders[0], "batch_size", None) is None
         self.keys = RowKeys(self.dataset, key, single=single)
         if saved is not None:
@@ -168,17 +169,24 @@ class Job:
         own = getattr(item, "receipt", None)
         if own is not None and own != receipt:
             raise Violation(f"batch.receipt is {own}, but the loader's last_receipt is {receipt}")
-        if self._true_rows is None and self.dataset.identity.tail == "drop":
+        if self._truth is None and self.dataset.identity.tail == "drop":
             _check_one_key_each(found, receipt)
-        if self._true_rows is not None and self._plan is not None:
-            self._true_rows.check(found, receipt, self._plan)
-        spans = receipt.spans
-        if len({span.epoch for span in spans}) <= 1:
-            self.observed.add(spans[0].epoch if spans else self.epoch, found)
-        else:
-            for epoch, keys in _split(found, receipt):
-                self.observed.add(epoch, keys)
+        for epoch, keys in self._by_epoch(found, receipt):
+            self.observed.add(epoch, keys)
         self.observed.add_positions(receipt)
+
+    def _by_epoch(self, found: list[Hashable], receipt: Receipt) -> Iterator[tuple[int, Iterable[Hashable]]]:
+        """Yield the keys to count for each epoch; Violation where they are not those of the receipt's positions."""
+        assert self._plan is not None
+        if isinstance(self._truth, PackedDocuments):
+            yield from self._truth.tokens(found, receipt, self._plan)
+            return
+        if self._truth is not None:
+            self._truth.check(found, receipt, self._plan)
+        if len({span.epoch for span in receipt.spans}) <= 1:
+            yield receipt.spans[0].epoch if receipt.spans else self.epoch, found
+        else:
+            yield from _split(found, receipt)
 
     # --- states
 
@@ -229,8 +237,11 @@ class Job:
             raise Violation(f"epoch {ended} has ended, and its positions {missing} were never given")
 
     def may_miss(self) -> int:
-        """Return how many rows the epoch that has ended may lack, because ``drop_last=True`` drops rows."""
-        return 0 if self._plan is None or self.endless else planned_drop(self._plan)
+        """Return how many rows, or tokens, the epoch that has ended may lack, because ``drop_last=True`` drops some."""
+        if self._plan is None or self.endless:
+            return 0
+        unit = self.dataset.identity.unit if isinstance(self._truth, PackedDocuments) else 1
+        return planned_drop(self._plan) * unit
 
 
 def _dataset_of(loader: Any) -> LakeDataset:
@@ -262,7 +273,13 @@ def _check_workers(loaders: list[Any], topology: Topology) -> None:
             )
 
 
-def _check_drops_nothing(loader: Any, dataset: LakeDataset) -> None:
+def _check_untracked(loader: Any, dataset: LakeDataset) -> None:
+    """Refuse a loader without receipts where only receipts say what it gave."""
+    if dataset.packing is not None:
+        raise ConfigError(
+            f"packed sequences are counted by their receipts, and a {type(loader).__name__} has no last_receipt: check "
+            "a LakeLoader"
+        )
     if dataset.identity.tail == "drop":
         raise ConfigError(
             f"drop_last=True drops rows, and a {type(loader).__name__} has no last_receipt, and nobody knows which: "

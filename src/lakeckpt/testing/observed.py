@@ -24,14 +24,16 @@ class Observed:
     """What a history has consumed so far."""
 
     rows: dict[int, Counter[Hashable]] = field(default_factory=dict)
-    """epoch → how often each row was consumed."""
+    """epoch → how often each row, or token of a packed document, was consumed."""
     positions: dict[int, Intervals] = field(default_factory=dict)
     """epoch → positions that receipts name as consumed."""
+    counted: str = "rows"
+    """What is counted, for people."""
 
     def copy(self) -> Observed:
         """Return a copy that counts separately."""
         rows = {epoch: Counter(rows) for epoch, rows in self.rows.items()}
-        return Observed(rows=rows, positions=dict(self.positions))
+        return Observed(rows=rows, positions=dict(self.positions), counted=self.counted)
 
     def add(self, epoch: int, keys: Iterable[Hashable]) -> None:
         """Note that rows of ``epoch`` were consumed."""
@@ -51,7 +53,10 @@ class Observed:
         seen = self.rows.get(epoch, Counter())
         more, less = seen - expected, expected - seen
         if more or less.total() > may_miss:
-            parts = [_listed("consumed too often", more), _listed("never consumed", less)]
+            parts = [
+                _listed(f"{self.counted} consumed too often", more),
+                _listed(f"{self.counted} never consumed", less),
+            ]
             allowed = f" ({may_miss} may be dropped)" if may_miss and less else ""
             raise Violation(f"epoch {epoch}: {'; '.join(part for part in parts if part)}{allowed}")
 
@@ -60,7 +65,7 @@ def _listed(what: str, rows: Counter[Hashable]) -> str:
     if not rows:
         return ""
     shown = ", ".join(repr(row) if count == 1 else f"{row!r} ({count} times)" for row, count in list(rows.items())[:5])
-    return f"{rows.total()} rows {what}: {shown}{', …' if len(rows) > 5 else ''}"
+    return f"{rows.total()} {what}: {shown}{', …' if len(rows) > 5 else ''}"
 
 
 def positions_of(receipt: Receipt) -> dict[int, Intervals]:

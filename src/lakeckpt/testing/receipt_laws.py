@@ -10,6 +10,7 @@ computes the plan, so `most_dropped` bounds the number of rows by the promise al
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
 
@@ -62,6 +63,10 @@ class TrueRows:
         self._dataset = dataset
         self._groups = groups
         self._layouts: dict[tuple[int, int, int], EpochLayout] = {}
+
+    def every(self) -> Counter[Hashable]:
+        """Count the keys of an epoch."""
+        return Counter(key for group in self._groups for key in group)
 
     def check(self, keys: list[Hashable], receipt: Receipt, plan: Plan) -> None:
         """Compare an item with the rows at the positions of its receipt; ``plan`` names the layouts of epochs."""

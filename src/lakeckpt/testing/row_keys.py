@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns.convert import convert
 from lakeckpt.reading.columns.ragged import Ragged, to_pylist
 from lakeckpt.reading.windows.decode import RowGroupDecoder, select_columns
+from lakeckpt.testing.packed_laws import sequences_of
 
 __all__ = ["Key", "RowKeys", "canonical"]
 
@@ -45,10 +46,7 @@ class RowKeys:
 
     def __init__(self, dataset: LakeDataset, key: Key, *, single: bool) -> None:
         if dataset.packing is not None:
-            raise ConfigError(
-                "the kit counts rows, and this loader gives packed sequences: check a loader of the dataset that was "
-                "packed, and count the tokens of packed batches yourself (batch['tokens'][batch['loss_mask']])"
-            )
+            _check_packed(dataset, key)
         self.dataset = dataset
         self.single = single
         self._key = key
@@ -59,9 +57,11 @@ class RowKeys:
         return not callable(self._key) and not (self.dataset.has_transform and self._key is None)
 
     def of_item(self, item: Any) -> list[Hashable]:
-        """Return the key of each row of ``item``, in order."""
+        """Return the key of each row of ``item``, in order; of packed sequences, the tokens of each."""
         if callable(self._key):
             return [canonical(key) for key in self._key(item)]
+        if self.dataset.packing is not None:
+            return sequences_of(item)
         if isinstance(item, pa.Table):
             return _arrow_rows(item, self._key)
         if not isinstance(item, Mapping):
@@ -76,30 +76,65 @@ class RowKeys:
 
     def of_table(self) -> list[list[Hashable]]:
         """Return the key of each row of each row group of the table, decoded without any order."""
+        return [self._of_rows(table) for table in self._tables()]
+
+    def documents(self) -> list[dict[int, list[int]]]:
+        """Return the tokens of the documents of each row group, by their rows; for packed sequences alone.
+
+        Documents without tokens are skipped, and tokens that packing adds are in their places.
+        """
+        packing = self.dataset.packing
+        assert packing is not None
+        columns = (table[packing.column].to_pylist() for table in self._tables())
+        return [
+            {row: [*packing.before, *tokens, *packing.after] for row, tokens in enumerate(column) if tokens}
+            for column in columns
+        ]
+
+    def _of_rows(self, table: pa.Table) -> list[Hashable]:
+        dataset = self.dataset
+        if dataset.output == "arrow":
+            return _arrow_rows(table, self._key if isinstance(self._key, str) else None)
+        columns: dict[str, Any] = dict(convert(table, nulls=dataset.options.nulls))
+        if isinstance(self._key, str):
+            return _column_rows({self._key: columns[self._key]})
+        if self.single:
+            rows = range(table.num_rows)
+            return [_joined([canonical(v) for v in row_of(columns, row).values()]) for row in rows]
+        return _column_rows(columns)
+
+    def _tables(self) -> Iterator[pa.Table]:
+        """Yield the rows of each row group of the table that the dataset reads."""
         dataset = self.dataset
         names = [self._key] if isinstance(self._key, str) else dataset.columns
         wanted = select_columns(dataset.table.schema, names).names
         keep = dataset.row_filter
         decoder = RowGroupDecoder(dataset.table, list(dict.fromkeys([*wanted, *(keep.columns if keep else ())])))
-        groups: list[list[Hashable]] = []
         for group, existing in enumerate(dataset.table.index.group_rows.tolist()):
             table = _read_by_pyarrow(dataset.table, group, decoder.schema)
             table = decoder.decode(group, 0, existing) if table is None else table
             # By pyarrow's own filter, not by what was counted: the law would not notice wrong counts otherwise.
-            table = (table if keep is None else table.filter(keep.expression)).select(wanted)
-            rows = table.num_rows
-            if dataset.output == "arrow":
-                groups.append(_arrow_rows(table, self._key if isinstance(self._key, str) else None))
-                continue
-            columns: dict[str, Any] = dict(convert(table, nulls=dataset.options.nulls))
-            if isinstance(self._key, str):
-                groups.append(_column_rows({self._key: columns[self._key]}))
-            elif self.single:
-                groups.append([_joined([canonical(v) for v in row_of(columns, row).values()]) for row in range(rows)])
-            else:
-                groups.append(_column_rows(columns))
+            yield (table if keep is None else table.filter(keep.expression)).select(wanted)
         decoder.close()
-        return groups
+
+
+def _check_packed(dataset: LakeDataset, key: Key) -> None:
+    """Refuse keys that say nothing of tokens."""
+    if isinstance(key, str):
+        raise ConfigError(
+            f"key={key!r} tells rows apart, and this loader gives packed sequences, whose tokens are counted: leave "
+            "key= out, or give a function from a batch to its tokens"
+        )
+    if key is None and dataset.has_transform:
+        raise ConfigError(
+            "a transform may change the tokens of packed batches: say which tokens an item holds by key=function, such "
+            "as lambda batch: batch['tokens'][batch['loss_mask']].tolist(), or check the loader without the transform"
+        )
+    if key is not None and dataset.identity.endless:
+        raise ConfigError(
+            "the tokens of an endless stream of packed sequences are counted by their documents: check the loader "
+            "without key= (and without a transform)"
+        )
 
 
 def _read_by_pyarrow(table: Table, group: int, schema: pa.Schema) -> pa.Table | None:

@@ -78,6 +78,7 @@ class Order:
         self.index = index
         if selection is not None:
             selection.check(table=index.digest, existing=index.group_rows)
+        self.selection = selection
         self.group_rows: Int64Array = (index if selection is None else selection).group_rows
         """int64, shape (row groups,): the rows of each row group that have positions; packed: the tokens."""
         self.unit = 1 if selection is None else selection.unit

@@ -3,12 +3,13 @@
 One manifest holds the record of step K: the place of the reader after each step, and the states between which it moved.
 The same plan deals the rows between steps K-1 and K to the ranks again, and their positions are looked up in the order.
 
-The module reads only ``log/`` and ``index/``, never the table. It never imports torch, and starts no threads.
+The module reads only ``log/`` and ``index/``, and never the table, except where documents of packed sequences are to be
+named (`lakeckpt.checkpoint.ledger.documents`). It never imports torch, and starts no threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -17,12 +18,13 @@ import numpy.typing as npt
 from lakeckpt.checkpoint.consumed.rows import GroupRows, Order, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.ledger.audit import read_run
+from lakeckpt.checkpoint.ledger.documents import Documents, DocumentTokens
 from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.ledger.report import plain_of
 from lakeckpt.checkpoint.persist.history import History, index_path, selection_path
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import LayoutKey, Plan
+from lakeckpt.core.plan import Assignment, LayoutKey, Plan
 from lakeckpt.core.receipts import Span
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
@@ -55,6 +57,8 @@ class RankRows:
     where: tuple[GroupRows, ...]
     """The same rows by file and row group. Of packed sequences: the tokens of the windows that hold them, because only
     the table has the lengths of documents."""
+    documents: tuple[DocumentTokens, ...] | None = None
+    """What stands in the packed sequences, in the order of delivery; None: rows were read, or no table was given."""
 
     @property
     def rows(self) -> int:
@@ -96,6 +100,7 @@ class ReaderStep:
                     "rows": rank.rows,
                     "micro_batches": plain_of(rank.micro_batches),
                     "row_groups": plain_of(rank.where),
+                    **({} if rank.documents is None else {"documents": plain_of(rank.documents)}),
                     **({"order": [self.order.place(row) for row in rank.table_rows.tolist()]} if every_row else {}),
                 }
                 for rank in self.ranks
@@ -122,26 +127,37 @@ class StepExplained:
 
 
 def explain(
-    storage: Storage, step: int, *, tip: int | None = None, ranks: Collection[int] | None = None
+    storage: Storage,
+    step: int,
+    *,
+    tip: int | None = None,
+    ranks: Collection[int] | None = None,
+    documents: Documents | None = None,
 ) -> StepExplained:
     """Return the rows of optimizer step ``step`` (from 1) of the run at ``storage``, for all ranks or for ``ranks``.
 
-    The history is that of the newest checkpoint, or of the checkpoint in slot ``tip``. Raises `CheckpointNotFound` if
-    the history does not have the step, `CheckpointDamaged` if the record or the index cannot be read, and `ConfigError`
-    for a rank that does not exist.
+    The history is that of the newest checkpoint, or of the checkpoint in slot ``tip``. ``documents`` names those that
+    stand in packed sequences. Raises `CheckpointNotFound` if the history does not have the step, `CheckpointDamaged` if
+    the record or the index cannot be read, `ConfigError` for a rank that does not exist, and what `Documents.of` does.
     """
     history = read_run(storage, tip=tip)
-    return explain_history(history, orders_of(storage, history), step, ranks=ranks)
+    return explain_history(history, orders_of(storage, history), step, ranks=ranks, documents=documents)
 
 
 def explain_history(
-    history: History, orders: Mapping[str, Order], step: int, *, ranks: Collection[int] | None = None
+    history: History,
+    orders: Mapping[str, Order],
+    step: int,
+    *,
+    ranks: Collection[int] | None = None,
+    documents: Documents | None = None,
 ) -> StepExplained:
     """Explain a step as `explain` does, from a history and the orders of its tables."""
     manifest = _holder(history, step)
-    readers = []
-    for name, record in sorted(manifest.readers.items()):
-        readers += _Explainer(manifest, name, record, orders).steps(step, ranks)
+    explainers = [_Explainer(manifest, name, record, orders) for name, record in sorted(manifest.readers.items())]
+    if documents is not None:
+        _packed_one(explainers, documents.reader).documents = documents
+    readers = [one for explainer in explainers for one in explainer.steps(step, ranks)]
     if not readers:
         raise CheckpointNotFound(f"{slot_path(manifest.slot)}: no reader was tracked, and no rows were recorded")
     return StepExplained(
@@ -171,16 +187,32 @@ def _holder(history: History, step: int) -> Manifest:
     return found
 
 
+def _packed_one(explainers: Sequence[_Explainer], name: str | None) -> _Explainer:
+    """Return the reader of packed sequences that is called ``name``; None: the only one."""
+    packed = {one.name: one for one in explainers if one.is_packed}
+    if not packed:
+        raise ConfigError("--table names the documents of packed sequences, and this run reads rows: leave it out")
+    wanted = next(iter(packed)) if name is None and len(packed) == 1 else name
+    if wanted not in packed:
+        found = f"there is no {name!r}" if name is not None else "there are several"
+        raise ConfigError(
+            f"--reader says which reader of packed sequences reads the --table, and {found}: {', '.join(packed)}"
+        )
+    return packed[wanted]
+
+
 class _Explainer:
     """One reader in one manifest."""
 
     def __init__(self, manifest: Manifest, name: str, record: ReaderRecord, orders: Mapping[str, Order]) -> None:
         self._manifest = manifest
-        self._name = name
+        self.name = name
         self._record = record
         state = ReaderState.from_plain(record.state)
         self._identity = state.identity
+        self.is_packed = self._identity.unit > 1
         self._orders = orders
+        self.documents: Documents | None = None
         self._pairs = [
             (ReaderState.from_plain(stretch.begin), ReaderState.from_plain(stretch.end)) for stretch in record.stretches
         ]
@@ -201,7 +233,7 @@ class _Explainer:
             table, selection = identity.table, identity.selection
             paths = [index_path(table), *([selection_path(table, selection)] if selection else [])]
             raise CheckpointDamaged(
-                f"{' or '.join(paths)} cannot be read, and without it no row of {self._name!r} can be named"
+                f"{' or '.join(paths)} cannot be read, and without it no row of {self.name!r} can be named"
             )
         return order
 
@@ -220,7 +252,7 @@ class _Explainer:
         found = [self._rank(rank, stretches, identity) for rank in wanted]
         epochs = {span.epoch for rank in found for one in rank.micro_batches for span in one.spans}
         return ReaderStep(
-            reader=self._name,
+            reader=self.name,
             table=identity.table,
             selection=identity.selection,
             world_size=world_size,
@@ -271,7 +303,7 @@ class _Explainer:
         if start is None or (at == 0 and begin == start.step and frontier.epoch < start.epoch):
             return None
         raise CheckpointDamaged(
-            f"{slot_path(self._manifest.slot)}: the record of optimizer steps of {self._name!r} names epoch "
+            f"{slot_path(self._manifest.slot)}: the record of optimizer steps of {self.name!r} names epoch "
             f"{frontier.epoch}, step {frontier.step}, and no recorded stretch goes there"
         )
 
@@ -281,23 +313,17 @@ class _Explainer:
         order = self._order_of(identity)
         micro_batches, rows = [], [np.zeros(0, np.int64)]
         tokens: list[GroupRows] = []
-        endless = identity.endless
+        named: list[DocumentTokens] = []
         for plan, low, high in stretches:
             for loader_step in range(low, high):
                 assignment = plan.assignment(loader_step, rank)
-                spans = assignment.receipt.spans
-                keys = {key.epoch: key for key in assignment.layouts}
-                rows += [_rows(span, keys[span.epoch], plan, order) for span in spans]
+                receipt, keys = assignment.receipt, {key.epoch: key for key in assignment.layouts}
+                rows += [_rows(span, keys[span.epoch], plan, order) for span in receipt.spans]
                 if order.unit > 1:
-                    spec = identity.spec
-                    for span in spans:
-                        tokens += order.tokens_of(order.layout(spec, keys[span.epoch], endless), _interval(span))
+                    self._add_packed(tokens, named, assignment, identity)
                 micro_batches.append(
                     MicroBatch(
-                        number=assignment.receipt.micro_batch,
-                        lane=assignment.receipt.lane,
-                        loader_step=loader_step,
-                        spans=spans,
+                        number=receipt.micro_batch, lane=receipt.lane, loader_step=loader_step, spans=receipt.spans
                     )
                 )
         found = np.concatenate(rows)
@@ -307,7 +333,19 @@ class _Explainer:
             micro_batches=tuple(micro_batches),
             table_rows=found,
             where=tuple(tokens if order.unit > 1 else name_rows(order, every)),
+            documents=None if self.documents is None else tuple(named),
         )
+
+    def _add_packed(
+        self, tokens: list[GroupRows], named: list[DocumentTokens], assignment: Assignment, identity: Identity
+    ) -> None:
+        """Add the tokens of the windows that hold packed sequences, and the documents that stand in these sequences."""
+        order, keys = self._order_of(identity), {key.epoch: key for key in assignment.layouts}
+        for span in assignment.receipt.spans:
+            layout = order.layout(identity.spec, keys[span.epoch], identity.endless)
+            tokens += order.tokens_of(layout, _interval(span))
+            if self.documents is not None:
+                named += self.documents.of(order, layout, _interval(span))
 
 
 def _rows(span: Span, key: LayoutKey, plan: Plan, order: Order) -> npt.NDArray[np.int64]:

@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lakeckpt.core.lanes import Rest, turns
-from lakeckpt.core.plan import Assignment, Plan, replan, start
-from lakeckpt.core.receipts import Span
+from lakeckpt.core.plan import LayoutKey, Plan, replan, start
+from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.core.state import Identity, ReaderState, Segment
 from lakeckpt.core.stream import StreamDeal
 from lakeckpt.core.streams.mixing import Share, fractions
@@ -36,6 +36,7 @@ __all__ = [
     "MixedReceipt",
     "MixedState",
     "Mixing",
+    "Part",
     "advanced",
     "is_unread",
     "joined",
@@ -152,19 +153,43 @@ class MixedReceipt:
         """A number that names the micro-batch to its rank: the step."""
         return self.step
 
+    def of_part(self, spans: tuple[Span, ...]) -> Receipt:
+        """Return a receipt of the rows of one source. It counts as if that source had equally many on every rank."""
+        rows = sum(span.rows for span in spans)
+        return Receipt(
+            epoch=0,
+            micro_batch=self.micro_batch,
+            lane=self.lane,
+            step=self.step,
+            rank=self.rank,
+            world_size=self.world_size,
+            spans=spans,
+            step_rows=rows * self.world_size,
+        )
+
     def to_plain(self) -> dict[str, object]:
         """Return the receipt as JSON-able values."""
         found: dict[str, object] = to_plain(self)
         return found
 
 
+class Part(NamedTuple):
+    """What a source gives to a micro-batch of a mixture."""
+
+    source: int
+    """Its number."""
+    spans: tuple[Span, ...]
+    layouts: tuple[LayoutKey, ...]
+    """As in `lakeckpt.core.plan.Assignment`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedAssignment:
-    """A micro-batch of a mixture dealt to a rank, as assignments of its sources."""
+    """A micro-batch of a mixture dealt to a rank, as parts that its sources give."""
 
     receipt: MixedReceipt
-    parts: tuple[tuple[int, Assignment], ...]
-    """(number of the source, what it gives), of the sources that have rows in it."""
+    parts: tuple[Part, ...]
+    """Of the sources that have rows in it, in their order."""
     order: npt.NDArray[np.uint16] = field(repr=False, compare=False)
     """The source of each row: uint16, shape (rows,)."""
     owner: int
@@ -179,6 +204,8 @@ class MixedPlan:
         self.state = state
         self.segment = state.segment
         self._plans: dict[int, Plan] = {}
+        self._counts: dict[int, tuple[int, list[int]]] = {}
+        """Lane → (the turn that comes next, the rows of each source before it)."""
 
     def source(self, number: int) -> Plan:
         """Return the plan of a source."""
@@ -244,7 +271,7 @@ class MixedPlan:
         turn, lane = divmod(number - self._first, segment.num_lanes)
         assert segment.share is not None
         order = segment.share.sources(lane, turn, segment.batch_size)
-        parts = tuple((one, self.source(one).assignment(step, rank)) for one in np.unique(order).tolist())
+        parts = self._parts(lane, turn, np.bincount(order, minlength=len(names)).tolist())
         receipt = MixedReceipt(
             micro_batch=number,
             lane=number % segment.num_lanes,
@@ -252,7 +279,7 @@ class MixedPlan:
             rank=rank,
             world_size=segment.world_size,
             rows=segment.batch_size,
-            spans=tuple((names[one], part.receipt.spans) for one, part in parts),
+            spans=tuple((names[part.source], part.spans) for part in parts),
         )
         return MixedAssignment(
             receipt=receipt,
@@ -261,6 +288,22 @@ class MixedPlan:
             owner=receipt.lane // segment.world_size,
             lanes=segment.num_lanes // segment.world_size,
         )
+
+    def _parts(self, lane: int, turn: int, rows: list[int]) -> tuple[Part, ...]:
+        """Return what each source gives to the micro-batch ``turn`` of ``lane``: ``rows[i]`` rows of source i."""
+        at, before = self._counts.get(lane, (-1, []))
+        if at != turn:
+            shares, size = [one.segment.share for one in self.state.sources], self.segment.batch_size
+            before = [one.before_one(lane, turn, size) for one in shares if one is not None]
+        parts = []
+        for source, count in enumerate(rows):
+            if count:
+                plan = self.source(source)
+                assert isinstance(plan.deal, StreamDeal)
+                spans = plan.deal.lane_spans(lane, before[source], before[source] + count)
+                parts.append(Part(source, tuple(spans), plan.layouts_of(spans)))
+        self._counts[lane] = turn + 1, [one + count for one, count in zip(before, rows, strict=True)]
+        return tuple(parts)
 
 
 def started(mixing: Mixing, identities: tuple[Identity, ...], topology: Mapping[str, int]) -> MixedState:

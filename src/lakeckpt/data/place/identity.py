@@ -83,13 +83,13 @@ class Pinned:
         """
         found = self.selection
         rows = self.table.num_rows if found is None else found.num_rows
-        if self.endless and not rows:
-            raise ConfigError(f"endless=True needs at least one row, and the filter {found and found.text} keeps none")
         tokens = 0 if found is None or found.unit == 1 else int(found.group_rows.sum())
-        if self.endless and found is not None and 0 < tokens < found.unit:
+        if self.endless and found is not None and found.unit > max(1, tokens):
             raise ConfigError(
                 f"an endless stream of {found.text} needs at least {found.unit} tokens, and the table has {tokens}"
             )
+        if self.endless and not rows:
+            raise ConfigError(f"endless=True needs at least one row, and the filter {found and found.text} keeps none")
         version = self.table.index.version
         return Identity(
             table=self.table.index.digest,

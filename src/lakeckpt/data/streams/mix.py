@@ -47,8 +47,8 @@ def mix(
     epochs. Which source a row comes from depends on the weights, the seed and the place of the row alone. After any n
     rows of a lane, each source has had its share of them to within one row.
 
-    >>> mixed = lakeckpt.mix({"web": (web, 0.7), "code": (code, 0.3)}, batch_size=8)  # doctest: +SKIP
-    >>> loader = lakeckpt.LakeLoader(mixed, num_workers=2)  # doctest: +SKIP
+        mixed = lakeckpt.mix({"web": (web, 0.7), "code": (code, 0.3)}, batch_size=8)
+        loader = lakeckpt.LakeLoader(mixed, num_workers=2)
 
     Args:
         sources: name → (a `LakeDataset`, packed or not; its weight). Weights need not add up to 1; they are rounded to

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lakeckpt.core.plan import Assignment
-from lakeckpt.core.streams.mixture import MixedAssignment, MixedReceipt
+from lakeckpt.core.streams.mixture import MixedAssignment, MixedReceipt, Part
 from lakeckpt.data.batch import Batch
 from lakeckpt.data.source import BatchSource, Iterations
 from lakeckpt.errors import SchemaError
@@ -25,7 +24,7 @@ from lakeckpt.reading.windows.positions import Announced, PositionReader
 __all__ = ["MixedSource"]
 
 Int64Array = npt.NDArray[np.int64]
-_Parts = tuple[npt.NDArray[np.uint16], list[tuple[int, Assignment, Announced]]]
+_Parts = tuple[npt.NDArray[np.uint16], list[tuple[int, Part, Announced]]]
 
 
 class MixedSource(Iterations):
@@ -59,25 +58,36 @@ class MixedSource(Iterations):
     def announce(self, reader: _Readers, assignment: MixedAssignment) -> _Parts:
         """Announce the rows of ``assignment`` to ``reader``, which is one of `new_reader`. Raises `LakeckptError`."""
         found = []
-        for source, part in assignment.parts:
-            found.append((source, part, self._sources[source].announce(reader.of(source), part)))
+        for part in assignment.parts:
+            rows = self._sources[part.source].announce_spans(reader.of(part.source), part.spans, part.layouts)
+            found.append((part.source, part, rows))
         return assignment.order, found
 
     def take(self, reader: _Readers, announced: _Parts, receipt: MixedReceipt) -> Batch:
         """Return the batch of the rows that were announced to ``reader``."""
         order, parts = announced
-        taken = [
-            (source, self._sources[source].take(reader.of(source), rows, part.receipt)) for source, part, rows in parts
-        ]
-        names = [self._names[source] for source, _ in taken]
-        columns = [_checked(self._names[source], one) for source, one in taken]
-        if len(taken) == 1:
+        columns = [self._columns(reader.of(source), part, rows, receipt) for source, part, rows in parts]
+        if len(parts) == 1:
             found = dict(columns[0])
         else:
-            found = _alternated(names, columns, [np.flatnonzero(order == source) for source, _ in taken], len(order))
+            names = [self._names[source] for source, _, _ in parts]
+            found = _alternated(names, columns, [np.flatnonzero(order == source) for source, _, _ in parts], len(order))
         if self._source_column is not None:
             found[self._source_column] = self._numbers(order)
         return Batch(found, receipt)  # type: ignore[arg-type]
+
+    def _columns(self, reader: PositionReader, part: Part, rows: Announced, receipt: MixedReceipt) -> dict[str, Any]:
+        source = self._sources[part.source]
+        if source.transform is None:
+            columns: dict[str, Any] = source.columns(reader, rows)
+            return columns
+        found = source.take(reader, rows, receipt.of_part(part.spans))
+        if not isinstance(found, dict):
+            raise SchemaError(
+                f"the transform of source {self._names[part.source]!r} returned a {type(found).__name__}: in a mixture "
+                "it must return a dict of columns, so that rows of several sources make one batch"
+            )
+        return found
 
     def _numbers(self, order: npt.NDArray[np.uint16]) -> Any:
         numbers = order.astype(np.int64)
@@ -122,15 +132,6 @@ class _Readers:
         self._readers = {}
 
 
-def _checked(name: str, batch: Any) -> dict[str, Any]:
-    if not isinstance(batch, dict):
-        raise SchemaError(
-            f"the transform of source {name!r} returned a {type(batch).__name__}: in a mixture it must return a dict "
-            "of columns, so that rows of several sources make one batch"
-        )
-    return batch
-
-
 def _alternated(names: Sequence[str], parts: Sequence[dict[str, Any]], rows: Sequence[Int64Array], size: int) -> Any:
     """Return one batch of ``size`` rows: those of ``parts[i]`` stand at ``rows[i]``, in their order."""
     for name, one in zip(names, parts, strict=True):
@@ -139,34 +140,42 @@ def _alternated(names: Sequence[str], parts: Sequence[dict[str, Any]], rows: Seq
                 f"source {names[0]!r} of the mixture has the columns {sorted(parts[0])}, and source {name!r} has "
                 f"{sorted(one)}: give both the same columns, by columns= or transform="
             )
+    every = ", ".join(map(repr, names))
     return {
-        column: _column([one[column] for one in parts], rows, size, f"column {column!r} of the sources {names}")
+        column: _column([one[column] for one in parts], rows, size, f"column {column!r} of the sources {every}")
         for column in parts[0]
     }
 
 
 def _column(parts: Sequence[Any], rows: Sequence[Int64Array], size: int, what: str) -> Any:
     first = parts[0]
-    _check_alike(parts, what)
+    if not all(type(one) is type(first) for one in parts):
+        raise _unlike(parts, what)
+    if isinstance(first, torch.Tensor):
+        return torch.from_numpy(_array([one.numpy() for one in parts], rows, size, what))
+    if isinstance(first, np.ndarray):
+        return _array(parts, rows, size, what)
     if isinstance(first, dict):
         return {name: _column([one[name] for one in parts], rows, size, f"{what}, field {name!r}") for name in first}
     if isinstance(first, Ragged):
         return _ragged(parts, rows)
-    if isinstance(first, list):
-        found: list[Any] = [None] * size
-        for part, places in zip(parts, rows, strict=True):
-            for place, value in zip(places.tolist(), part, strict=True):
-                found[place] = value
-        return found
-    if isinstance(first, torch.Tensor):
-        tensor = first.new_empty((size, *first.shape[1:]))
-        for part, places in zip(parts, rows, strict=True):
-            tensor[torch.from_numpy(places)] = part
-        return tensor
-    array = np.empty((size, *first.shape[1:]), first.dtype)
+    if not isinstance(first, list):
+        raise _unlike(parts, what)
+    found: list[Any] = [None] * size
     for part, places in zip(parts, rows, strict=True):
-        array[places] = part
-    return array
+        for place, value in zip(places.tolist(), part, strict=True):
+            found[place] = value
+    return found
+
+
+def _array(parts: Sequence[npt.NDArray[Any]], rows: Sequence[Int64Array], size: int, what: str) -> npt.NDArray[Any]:
+    dtype, shape = parts[0].dtype, parts[0].shape[1:]
+    found = np.empty((size, *shape), dtype)
+    for part, places in zip(parts, rows, strict=True):
+        if part.dtype != dtype or part.shape[1:] != shape:
+            raise _unlike(parts, what)
+        found[places] = part
+    return found
 
 
 def _ragged(parts: Sequence[Ragged[Any]], rows: Sequence[Int64Array]) -> Any:
@@ -176,13 +185,12 @@ def _ragged(parts: Sequence[Ragged[Any]], rows: Sequence[Int64Array]) -> Any:
     return found.map_arrays(torch.from_numpy) if is_torch else found
 
 
-def _check_alike(parts: Sequence[Any], what: str) -> None:
-    """`SchemaError` where parts of a column cannot be rows of one column."""
-    forms = []
-    for one in parts:
-        if not isinstance(one, dict | Ragged | list | torch.Tensor | np.ndarray):
-            raise SchemaError(f"{what} holds a {type(one).__name__}, which is no column of rows")
-        form = (one.dtype, *one.shape[1:]) if isinstance(one, torch.Tensor | np.ndarray) else ()
-        forms.append(f"{type(one).__name__} {' '.join(map(str, form))}".strip())
-    if len(set(forms)) > 1:
-        raise SchemaError(f"{what} are {', '.join(forms)}: cast them to one type, by transform= or in the tables")
+def _unlike(parts: Sequence[Any], what: str) -> SchemaError:
+    """Return the error for parts of a column that cannot be rows of one column."""
+    forms = [
+        f"{type(one).__name__} {getattr(one, 'dtype', '')} {tuple(getattr(one, 'shape', ()))[1:]}" for one in parts
+    ]
+    return SchemaError(
+        f"{what} are {', '.join(forms)}: make them one type, by transform= or in the tables. A column is a tensor, an "
+        "array, a Ragged, a list, or a dict of these"
+    )

@@ -31,7 +31,10 @@ New: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
 
 def cut(columns: Mapping[str, Column[Array]], start: int, stop: int, make: Callable[[Array], Any]) -> dict[str, Any]:
-    """Return rows [start, stop) of ``columns``, with ``make`` applied to every array of them."""
+    """Return rows [start, stop) of ``columns``, with ``make`` applied to every array of them.
+
+    A column may be anything whose slice [start:stop] is an array.
+    """
     # This runs for every column of every micro-batch, so plain arrays come first.
     return {
         name: make(column[start:stop]) if type(column) is np.ndarray else _cut(column, start, stop, make)

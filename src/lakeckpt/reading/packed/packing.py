@@ -31,7 +31,7 @@ from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 
-__all__ = ["Packing", "count_tokens", "documents_of", "place_of"]
+__all__ = ["Documents", "Packing", "count_tokens", "documents_of", "place_of"]
 
 Int64Array = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
@@ -71,11 +71,6 @@ class Packing:
         text = repr((self.column, self.length, self.before, self.after))
         return blake2b(text.encode(), digest_size=16, person=b"lakeckpt-pack1").hexdigest()
 
-    def growth(self, schema: pa.Schema) -> float:
-        """Return how many bytes a sequence has for each byte of its tokens, with positions, documents, mask, labels."""
-        token = _dtype_of(schema.field(self.column).type).itemsize
-        return (token + 4 + 4 + 1 + (8 if self.labels else 0)) / token
-
     def check(self, schema: pa.Schema) -> None:
         """Raise `SchemaError` where the column is no list of integers that 64 signed bits hold."""
         if self.column not in schema.names:
@@ -95,11 +90,22 @@ def _dtype_of(kind: pa.DataType) -> np.dtype[Any]:
     return np.dtype(np.int32 if fits else np.int64)
 
 
-def documents_of(table: pa.Table, packing: Packing, place: tuple[str, int]) -> tuple[Array, Int64Array]:
-    """Return the tokens of the documents of ``table``, and where they begin and end (int64, shape (documents + 1,)).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """The documents of a row group that have tokens."""
 
-    The table holds a row group: ``place`` is its file, and its number there. Documents without tokens are skipped; the
-    tokens that `Packing` adds are in their places. Raises `NullValueError` for a null token.
+    tokens: Array
+    """Shape (tokens,): those of one document after another. The tokens that `Packing` adds are in their places."""
+    ends: Int64Array
+    """Where each document begins, and their end: int64, shape (documents + 1,)."""
+    rows: Int64Array
+    """The row of each: int64, shape (documents,)."""
+
+
+def documents_of(table: pa.Table, packing: Packing, place: tuple[str, int]) -> Documents:
+    """Return the documents of ``table``.
+
+    The table holds a row group: ``place`` is its file, and its number there. Raises `NullValueError` for a null token.
     """
     kind = table.schema.field(packing.column).type
     chunks = table.column(packing.column).chunks
@@ -116,10 +122,12 @@ def documents_of(table: pa.Table, packing: Packing, place: tuple[str, int]) -> t
         )
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
     tokens = values.to_numpy(zero_copy_only=False).astype(_dtype_of(kind), copy=False)
-    lengths = lengths[lengths > 0]
-    ends = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=ends[1:])
-    return (tokens, ends) if not packing.added else _with_added(tokens, ends, packing)
+    rows = np.flatnonzero(lengths)
+    ends = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(lengths[rows], out=ends[1:])
+    if packing.added:
+        tokens, ends = _with_added(tokens, ends, packing)
+    return Documents(tokens=tokens, ends=ends, rows=rows)
 
 
 def _with_added(tokens: Array, ends: Int64Array, packing: Packing) -> tuple[Array, Int64Array]:
@@ -199,7 +207,7 @@ class _Counter:
                 values, nulls = stated  # each null stands for a list without elements
                 return int(values - nulls + self.packing.added * (rows[group] - nulls))
         table = self.decoder.decode(group, 0, int(rows[group]))
-        return int(documents_of(table, self.packing, place_of(self.index, group))[1][-1])
+        return len(documents_of(table, self.packing, place_of(self.index, group)).tokens)
 
 
 def place_of(index: TableIndex, group: int) -> tuple[str, int]:

@@ -198,9 +198,11 @@ class WindowCache:
         self._row_bytes = max(self._row_bytes, decoded.size_bytes / needed.window.rows)
         return decoded
 
-    def nothing(self) -> Mapping[str, Column[Array]] | None:
-        """Return the columns of no rows."""
-        return self._decoder.decode(Window(start=0, stop=0, fragments=(), key=None)).columns
+    def nothing(self) -> Mapping[str, Column[Array]]:
+        """Return the columns of a window without rows; not for Arrow tables."""
+        columns = self._decoder.decode(Window(start=0, stop=0, fragments=(), key=None)).columns
+        assert columns is not None
+        return columns
 
     def fill(self) -> None:
         """Begin to decode the announced windows, in the order of their announcement, while there is room."""

@@ -146,7 +146,7 @@ class PositionReader:
             return cuts[0]
         if self._nulls is None:
             return pa.concat_tables(cuts) if cuts else self.schema.empty_table()
-        columns: Any = join_rows(cuts) if cuts else self._windows.nothing()
+        columns: Any = join_rows(cuts) if cuts else cut(self._windows.nothing(), 0, 0, _as_it_is)
         return columns if self._make is None else map_namespace(columns, self._make)
 
     def _within(self, needed: CachedWindow, start: int, stop: int) -> dict[str, Any] | None:
