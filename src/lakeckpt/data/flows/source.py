@@ -24,8 +24,6 @@ from lakeckpt.reading.windows.positions import Announced, PositionReader
 
 __all__ = ["FlowSource", "LaneRows"]
 
-_BLOCK = 256
-"""Rows that are taken from a window at a time."""
 _AHEAD = 8
 """Blocks of a lane that are announced ahead, as far as there is memory."""
 _TRIED = 4096
@@ -34,6 +32,9 @@ _TRIED = 4096
 
 class FlowSource(BatchSource):
     """A `BatchSource` whose transform yields any number of rows of each row."""
+
+    block = 256
+    """Rows that are taken from a window at a time."""
 
     @property
     def maker(self) -> str:
@@ -49,7 +50,7 @@ class FlowSource(BatchSource):
         assert self._transform is not None
         return rows_of_row(self._transform, row_of(columns, row), span, seed=self._spec.seed)
 
-    def columns(self, made: LaneBatch) -> dict[str, Any] | None:
+    def collated(self, made: LaneBatch) -> dict[str, Any] | None:
         """Return the items of a micro-batch as columns; None where there are none."""
         return collate(made.items, output=self.output) if made.count else None
 
@@ -116,9 +117,9 @@ class LaneRows:
                 row += 1
 
     def _blocks(self, lane: int, done: int) -> Iterator[list[Span]]:
-        sizes = self._plan.sizes
+        sizes, block = self._plan.sizes, self._source.block
         while sizes is None or done < sizes[lane]:
-            stop = done + _BLOCK if sizes is None else min(done + _BLOCK, sizes[lane])
+            stop = done + block if sizes is None else min(done + block, sizes[lane])
             yield self._plan.spans(lane, done, stop)
             done = stop
 
