@@ -68,7 +68,7 @@ $(VENV)/%/made: requirements/bench-%.txt $(VENV)/made $(CONSTRAINTS)
 
 # -- what people run ---------------------------------------------------------------------------------------------------
 
-demo: $(VENV)/demo  ## train on a real lake, kill ranks, resume, prove that every row counted once
+demo: $(VENV)/demo  ## train on a real lake, kill ranks, resume, prove that every token counted once
 	$(BIN)/lakeckpt demo $(ARGS)
 
 test: lint types pytest  ## the gate: ruff, mypy, pytest (ARGS goes to pytest)

@@ -23,7 +23,16 @@ from lakeckpt import errors
 TARGET = Path(__file__).with_name("api.md")
 TASKS = {
     "Read a table": ["open_table", "Table"],
-    "Make a loader": ["LakeDataset", "LakeLoader", "ReadOptions", "TransformContext", "mix", "pack", "prefetch"],
+    "Make a loader": [
+        "LakeDataset",
+        "LakeLoader",
+        "ReadOptions",
+        "Follow",
+        "TransformContext",
+        "mix",
+        "pack",
+        "prefetch",
+    ],
     "Use a batch": ["Batch", "MixedReceipt", "Ragged", "Receipt", "cumulative_lengths", "merge_states"],
     "Save and restore": ["CheckpointManager", "SaveHandle", "CheckpointInfo", "RestoreReport", "Keep", "load"],
     "Warnings": ["ReadAheadWarning", "ConsumptionWarning"],

@@ -14,6 +14,7 @@ _PUBLIC = {
     "Batch": "lakeckpt.data.batch",
     "CheckpointInfo": "lakeckpt.checkpoint.report",
     "CheckpointManager": "lakeckpt.checkpoint.manager",
+    "Follow": "lakeckpt.data.options",
     "Keep": "lakeckpt.checkpoint.keep",
     "MixedReceipt": "lakeckpt.core.streams.mixture",
     "ConsumptionWarning": "lakeckpt.data.place.deliveries",
@@ -45,6 +46,7 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointManager",
     "ConsumptionWarning",
+    "Follow",
     "Keep",
     "LakeDataset",
     "LakeLoader",
@@ -80,7 +82,7 @@ if TYPE_CHECKING:
     from lakeckpt.data.batch import Batch
     from lakeckpt.data.dataset import LakeDataset
     from lakeckpt.data.loader import LakeLoader
-    from lakeckpt.data.options import ReadOptions
+    from lakeckpt.data.options import Follow, ReadOptions
     from lakeckpt.data.place.deliveries import ConsumptionWarning, ReadAheadWarning
     from lakeckpt.data.prefetch import prefetch
     from lakeckpt.data.streams.mix import mix

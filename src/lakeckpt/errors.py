@@ -9,6 +9,7 @@ stable, machine-readable name::
     │   ├── TableNotFound      nothing to read there                                          (FileNotFoundError)
     │   ├── SchemaError        a column is missing, or files disagree                                (ValueError)
     │   ├── NullValueError     a null where none was allowed                                         (ValueError)
+    │   ├── TableRewritten     a newer version is no append, and the reader follows appends
     │   ├── DataFileDamaged    a file or row group cannot be decoded: restore it
     │   └── DataFileChanged    the pinned listing no longer holds
     │       └── TableVersionGone   files of the pinned version are gone: bring them back, or move on
@@ -74,6 +75,7 @@ __all__ = [
     "StorageError",
     "TableError",
     "TableNotFound",
+    "TableRewritten",
     "TableVersionGone",
     "TrackingError",
     "UnannouncedChange",
@@ -111,6 +113,10 @@ class TableNotFound(TableError, FileNotFoundError, kind="table_not_found"):
 
 class SchemaError(TableError, ValueError, kind="schema"):
     """A column is missing, of an unsupported type, or files disagree about it."""
+
+
+class TableRewritten(TableError, kind="table_rewritten"):
+    """A newer version of a table that is followed removes rows or writes them again. Nothing of it was read."""
 
 
 class _InRowGroup(Exception):

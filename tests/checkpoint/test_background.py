@@ -244,6 +244,35 @@ def test_ranks_that_are_not_at_one_cut_are_told_so_whatever_a_failure_does(tmp_p
     assert read_history(storage).chain == ()
 
 
+def test_ranks_save_one_cut_at_the_end_of_an_epoch_though_one_has_captured_it_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 found no memory for the last step, and captures it when the loop has seen the end of the epoch."""
+    storage = MemoryStorage()
+    waiter = EventWaiter(storage)
+    cut = CaptureEngine.cut
+
+    def scarce(self: CaptureEngine, step: int, *, must: bool, **given: Any) -> bool:
+        has_room = must or step < 2 or threading.current_thread().name != "rank 1"
+        return cut(self, step, must=must, **given) if has_room else False
+
+    monkeypatch.setattr(CaptureEngine, "cut", scarce)
+
+    def body(rank: int, exchange: Any) -> None:
+        threading.current_thread().name = f"rank {rank}"
+        objects = training() | {"reader": Reader(rank=rank, world_size=2, rows=40)}
+        with managed(storage, objects, tmp_path, exchange=exchange, waiter=waiter, on_save_failure="raise") as saver:
+            saver.restore()
+            for _ in objects["reader"]:
+                saver.step()
+                cast(Background, saver._saves)._engine.wait()
+            saver.save()
+
+    good(run_ranks(2, body))
+    assert steps_of(storage) == [2]
+    assert read_history(storage).tip.readers["reader"].consumed()[0].size == 40
+
+
 def test_what_a_commit_has_recorded_is_not_handed_over_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handed: list[list[tuple[int, int]]] = []
     cut = CaptureEngine.cut

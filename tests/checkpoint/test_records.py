@@ -233,6 +233,27 @@ def test_a_disagreement_is_raised_on_every_rank() -> None:
     assert all("0 on ranks 0-1; 1 on rank 2" in str(one) for one in results)
 
 
+def test_of_states_that_are_alike_a_digest_crosses_and_nothing_else() -> None:
+    storage = MemoryStorage()
+    states = {"state of reader 'a'": {f"field {n}": "x" * 50 for n in range(1000)}}
+    good(over_storage(4, lambda rank, talk: agree(talk, facts=FACTS, units=[], announce={}, states=states), storage))
+    assert len(storage.objects) == 4 and max(map(len, storage.objects.values())) < 500
+
+
+@pytest.mark.parametrize("without", [None, 0, 2])
+def test_the_fields_are_named_in_which_states_differ(without: int | None) -> None:
+    """A rank that has no state, as its save has failed, takes part in the round, too."""
+
+    def body(rank: int, talk: Rounds) -> Agreement:
+        states = {"reader 'a'": {"'epoch'": "3", "'step'": "8" if rank == 3 else "7"}}
+        return agree(talk, facts=FACTS, units=[], announce={}, states={} if rank == without else states)
+
+    results = over_storage(4, body)
+    assert all(isinstance(one, TrackingError) for one in results)
+    assert all("reader 'a', 'step': 7 on ranks" in str(one) and "8 on rank 3" in str(one) for one in results)
+    assert not any("epoch" in str(one) for one in results)
+
+
 @pytest.mark.parametrize("gone", [0, 2])
 def test_a_rank_that_says_nothing_is_named_when_the_time_is_over(gone: int) -> None:
     def body(rank: int, talk: Rounds) -> Agreement:

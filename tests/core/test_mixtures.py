@@ -202,6 +202,14 @@ def test_micro_batches_are_the_same_for_all_ranks_that_divide_the_lanes() -> Non
     assert micro_batches(1, 12) == micro_batches(2, 6) == micro_batches(3, 4)
 
 
+def test_other_ranks_that_divide_the_lanes_go_on_with_the_deal() -> None:
+    mixing = mixing_of(weights_of(0.6, 0.4))
+    alone, every = run(begin([90, 70], mixing, lanes=6), 14)
+    half, first = run(begin([90, 70], mixing, lanes=6), 8)
+    assert run(replanned(half, {"num_lanes": 6, "batch_size": 4, "world_size": 2}), 3)[1] + first == every
+    assert alone.step == 14
+
+
 def test_a_state_is_small() -> None:
     state = begin([10**9] * 64, mixing_of(weights_of(*[1] * 64)), lanes=128, world_size=8)
     assert len(json.dumps(state.moved(step=10**6).to_plain())) < 64 * 1024

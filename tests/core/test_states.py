@@ -180,7 +180,7 @@ def test_seeds_are_all_words_of_64_bits_signed_or_not() -> None:
     ("changes", "match"),
     [
         ({"endless": 1}, "field 'identity.endless': it must be of type bool, got 1"),
-        ({"tail": "long"}, "field 'identity.tail': it must be one of 'short', 'drop', got 'long'"),
+        ({"tail": "long"}, "field 'identity.tail': it must be one of 'short', 'drop', 'carry', got 'long'"),
         ({"rows": "3"}, "field 'identity.rows': it must be of type int, got '3'"),
         ({"more": 1}, "field 'identity.more': this lakeckpt knows no such field"),
     ],

@@ -104,7 +104,7 @@ def run_loaders(make: Callable[[int], LakeLoader], world_size: int, state: Any, 
         thread.start()
     for thread in threads:
         thread.join(PATIENCE_S)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    assert not any(thread.is_alive() for thread in threads), f"a rank hangs; {ran.errors}"
     if ran.errors:
         raise ran.errors[0]
     return ran

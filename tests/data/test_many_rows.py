@@ -13,12 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from lakeckpt import LakeDataset, LakeLoader, ReadOptions, merge_states, mix, pack
+from lakeckpt import LakeDataset, LakeLoader, ReadOptions, merge_states, mix, pack, prefetch
 from lakeckpt.core.flows.plan import begun_of, flow_consumption, read_state, rest_of
 from lakeckpt.core.flows.receipts import FlowReceipt
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.data.flows.ends import JobEnds, last_border
 from lakeckpt.errors import ConfigError, MissingRanksError, StateError, StateMismatch, StateUnavailable
+from lakeckpt.testing import assert_exactly_once
 from tests.data.flow_jobs import count_of, cut, items, job_store, loader_of, run_ranks, whole
 from tests.data.reading import ROWS, as_json, dataset_of, same, some, table_of, until_error
 
@@ -74,6 +75,21 @@ def test_the_same_loader_goes_on_after_a_break_and_begins_again_on_demand(lake: 
     assert same([dict(one) for one in some(loader, 4)], [dict(one) for one in first])
     peeked = loader.peek()
     assert same(dict(peeked), dict(next(iter(loader))))
+
+
+def test_prefetch_restart_and_persistent_workers_go_on_as_with_rows(lake: Path) -> None:
+    expected = list(loader_of(lake, num_lanes=2))
+    loader = loader_of(lake, num_lanes=2)
+    found = some(prefetch(loader, depth=3), 4)  # what is held back is not delivered
+    assert found[-1].receipt == loader.last_receipt == expected[3].receipt
+    assert same([dict(one) for one in loader], [dict(one) for one in expected[4:]])
+    again = loader_of(lake, num_lanes=2, loader={"restart": True})
+    for _ in range(2):
+        assert same([dict(one) for one in again], [dict(one) for one in expected])
+    lasting = loader_of(lake, num_lanes=2, num_workers=2, loader={"persistent_workers": True})
+    some(lasting, 3)
+    assert same([dict(one) for one in lasting], [dict(one) for one in expected[3:]])
+    assert sorted(all_items(lasting)) == EVERY and lasting.epoch == 2
 
 
 topologies = st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 6), st.integers(0, 9))
@@ -230,10 +246,26 @@ def test_randomness_depends_on_the_row_and_not_on_the_topology(lake: Path, job_s
 
     expected = noise(loader_of(lake, num_lanes=2))
     loader = loader_of(lake, num_lanes=2)
-    found = noise(some(loader, 5))
-    ran = run_ranks(lake, 3, state=as_json(loader.state_dict()), num_lanes=3, batch_size=3)
-    assert found | noise(batch for rank in ran.batches for batch in rank) == expected
+    first = some(loader, 5)
+    state = as_json(loader.state_dict())
+    assert any(state["offsets"]), "a row had begun"
+    ran = run_ranks(lake, 3, state=state, num_lanes=3, batch_size=3)
+    assert sorted(all_items(first) + ran.items) == EVERY
+    assert noise(first) | noise(batch for rank in ran.batches for batch in rank) == expected
     assert len(set(expected.values())) == len(expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_a_state_of_the_end_of_an_epoch_shows_the_end_to_any_number_of_ranks(
+    lake: Path, job_store: Any, world_size: int
+) -> None:
+    whole_epoch = run_ranks(lake, 3, num_lanes=3)
+    ran = run_ranks(lake, 3, num_lanes=3, steps=len(whole_epoch.batches[0]))
+    assert ran.state["epoch"] == 0 and sorted(ran.items) == EVERY
+    for num_workers in (0, 1):
+        after = run_ranks(lake, world_size, state=ran.state, num_workers=num_workers)
+        assert after.batches == [[]] * world_size and after.state["epoch"] == 1
+    assert after.state["segment"][4] == world_size
 
 
 def test_parts_are_merged_before_they_are_loaded(lake: Path, job_store: Any) -> None:
@@ -336,6 +368,7 @@ def test_values_are_stacked_by_the_output(lake: Path) -> None:
         ({"drop_last": True}, "needs drop_last=False"),
         ({"options": ReadOptions(on_new_version="next_epoch")}, 'needs on_new_version="keep"'),
         ({"consumed": {}}, "needs no consumed="),
+        ({"follow": True}, "needs no follow="),
         ({"rows": "few"}, "rows must be one of 'many'"),
     ],
 )
@@ -352,6 +385,8 @@ def test_other_loaders_and_lengths_are_refused(lake: Path) -> None:
         len(dataset)
     with pytest.raises(ConfigError, match='a transform with rows="many"'):
         pack(dataset, length=4)
+    with pytest.raises(ConfigError, match="check that it yields the same whenever it gets the same row"):
+        assert_exactly_once(lambda rank, world_size, num_workers: loader_of(lake, rank=rank, world_size=world_size))
     with pytest.raises(ConfigError, match="source 'a' has a transform with rows"):
         mix({"a": (dataset, 1.0)})
     assert sorted(all_items(DataLoader(dataset, batch_size=None))) == EVERY

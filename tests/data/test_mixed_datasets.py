@@ -116,8 +116,9 @@ def test_batches_are_equal_on_topologies_that_divide_the_lanes(lake: Path) -> No
         assert dealt == [rows_of(one) for one in whole]
 
 
-def test_a_batch_alternates_and_its_receipt_names_the_positions(lake: Path) -> None:
-    for batch in take(loader_of(lake, source_column="source"), 12):
+@pytest.mark.parametrize("lanes", [1, 12])
+def test_a_batch_alternates_and_its_receipt_names_the_positions(lake: Path, lanes: int) -> None:
+    for batch in take(loader_of(lake, source_column="source", num_lanes=lanes), 40):
         ids, source = batch["id"], batch["source"]
         assert batch["text"] == [f"row {one}" for one in ids.tolist()]
         assert (ids // 1000 == source).all() and ids.dtype == source.dtype == torch.int64
@@ -160,9 +161,11 @@ def test_a_schedule_is_the_same_in_workers_and_after_a_resume(lake: Path) -> Non
     assert [rows_of(one) for one in take(loader_of(lake, workers=2, **given), 14)] == whole
     for stop in (3, 5, 7, 9, 12):
         first, second = loader_of(lake, **given), loader_of(lake, **given)
-        before = [rows_of(one) for one in take(first, stop)]
-        second.load_state_dict(first.state_dict())
-        assert before + [rows_of(one) for one in take(second, 14 - stop)] == whole
+        before = take(first, stop)
+        second.load_state_dict(first.state_dict(at=before[-1].receipt))
+        every = before + take(second, 14 - stop)
+        assert [rows_of(one) for one in every] == whole
+        check_consumed(second.state_dict(), ids_of(every))
     assert {one // 1000 for batch in whole[9:] for one in batch["id"]} == {1}
 
 

@@ -74,6 +74,28 @@ def test_every_row_counts_once_an_epoch_in_the_history_that_survives(case: str, 
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    ("options", "topologies"),
+    [
+        (["--every", "2"], [(2, 1), (3, 0), (1, 2), (2, 0)]),
+        (["--every", "4", "--capture-every", "1", "--num-lanes", "6"], [(2, 0), (2, 0), (3, 1), (2, 0)]),
+    ],
+    ids=["saves in the loop", "saves beside training"],
+)
+def test_every_row_that_a_transform_yields_counts_once_in_the_history_that_survives(
+    options: list[str], topologies: list[tuple[int, int]], table: Path, tmp_path: Path
+) -> None:
+    job = Job(tmp_path / "job", table, ["--many", "--shuffle", *options])
+    for attempt in history(31, topologies):
+        job.attempt(attempt)
+    counts = job.surviving_rows()
+    every = {(epoch, row * 4 + part) for epoch in range(2) for row in range(ROWS) for part in range(row % 4)}
+    assert set(counts) == every and set(counts.values()) == {1}
+    report = audit(open_storage(str(job.run)))
+    assert report.verdict == "proved", report
+
+
+@pytest.mark.soak
 def test_what_drop_leaves_out_is_the_only_thing_that_does_not_count(table: Path, tmp_path: Path) -> None:
     job = Job(tmp_path / "job", table, ["--shuffle", "--tail", "drop", "--every", "2", "--epochs", "1"])
     for attempt in history(11, [(2, 1), (1, 2), (2, 0)]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -67,5 +68,27 @@ def test_every_row_counts_once_though_the_table_is_appended_to_compacted_and_vac
     counts = job.surviving_rows()
     assert set(counts.values()) == {1}
     assert set(counts) == {(0, row) for row in range(ROWS)} | {(1, row) for row in range(ROWS + MORE)}
+    report = audit(open_storage(str(job.run)))
+    assert report.verdict == "proved", report
+
+
+@pytest.mark.soak
+def test_a_followed_table_counts_every_row_once_though_it_is_compacted_and_the_job_is_killed(
+    table: Path, tmp_path: Path
+) -> None:
+    job = Job(tmp_path / "job", table, ["--shuffle", "--every", "2", "--follow"])
+    job.attempt(Attempt(ranks=2, kill_after=(9, 0.05)))
+    append(table, ROWS, ROWS + MORE)
+    compact(table)
+    append(table, ROWS + MORE, ROWS + 2 * MORE)
+    job.attempt(Attempt(ranks=3, workers=1, kill_after=(30, 0.05)))
+    append(table, ROWS + 2 * MORE, ROWS + 3 * MORE)
+    job.attempt(Attempt(ranks=1, workers=2, kill_after=(5, 0.0)))
+    job.attempt(Attempt(ranks=2))
+    append(table, ROWS + 3 * MORE, ROWS + 4 * MORE)
+    job.attempt(Attempt(ranks=2))  # it goes on after the end of the stream
+    counts = Counter(row for (_, row), count in job.surviving_rows().items() for _ in range(count))
+    assert set(counts.values()) == {1}
+    assert set(counts) == set(range(ROWS + 4 * MORE))
     report = audit(open_storage(str(job.run)))
     assert report.verdict == "proved", report

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,9 +35,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shuffle", action="store_true")
     parser.add_argument("--on-new-version", default="keep")
     parser.add_argument("--endless", action="store_true")
+    parser.add_argument("--follow", action="store_true")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--pack", type=int, help="tokens of a sequence; documents are read then, not rows")
+    parser.add_argument("--many", action="store_true")
+    parser.add_argument("--capture-every", type=int)
     return parser.parse_args()
+
+
+def yielded(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """None to three rows of a row."""
+    for part in range(int(row["id"]) % 4):
+        yield {"id": int(row["id"]) * 4 + part, "x": row["x"]}
 
 
 def contents(batch: lakeckpt.Batch) -> tuple[torch.Tensor, list[list[int]]]:
@@ -66,25 +77,30 @@ def main() -> None:
         options=lakeckpt.ReadOptions(num_lanes=args.num_lanes, on_new_version=args.on_new_version),
         drop_last=args.tail == "drop",
         endless=args.endless,
+        follow=lakeckpt.Follow(poll_every_s=0.05, stop_after_idle_s=1.0) if args.follow else False,
+        **({"transform": yielded, "rows": "many"} if args.many else {}),
     )
     if args.pack:
         dataset = lakeckpt.pack(dataset, length=args.pack, labels=True)
     loader = lakeckpt.LakeLoader(dataset, num_workers=args.workers)
     state = {"model": model, "optimizer": optimizer, "reader": loader}
     notes = Path(args.notes) / f"{args.attempt:03d}-{rank}.jsonl"
-    options = {"persist_every": args.every, "keep": args.keep}
+    options: dict[str, Any] = {"persist_every": args.every, "keep": args.keep}
+    if args.capture_every is not None:
+        options |= {"capture_every": args.capture_every, "arenas": Path(args.notes).parent / "arenas"}
     with notes.open("a") as file, lakeckpt.CheckpointManager(args.run, state, **options) as manager:
         done = manager.restore()
         print(json.dumps({"restored": done}), file=file, flush=True)
         used: list[tuple[int, int]] = []  # (epoch, id)
         batches = 0
-        for _ in range(loader.epoch, 1 if args.endless else args.epochs):
+        for _ in range(1) if args.follow else range(loader.epoch, 1 if args.endless else args.epochs):
             for batch in loader:
                 inputs, ids = contents(batch)
                 rows = len(ids)
                 outputs = model.eval()(inputs[:, None]) if rows < 2 else model.train()(inputs[:, None])
                 (outputs.sum() / max(1, rows) * batch.receipt.weight).backward()
                 epochs = [span.epoch for span in batch.receipt.spans for _ in range(span.rows)]
+                epochs = [batch.receipt.epoch] * rows if args.many else epochs
                 used += [(epoch, one) for epoch, mine in zip(epochs, ids, strict=True) for one in mine]
                 batches += 1
                 if batches % args.accumulate:

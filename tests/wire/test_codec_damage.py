@@ -104,7 +104,7 @@ def test_a_newer_envelope_is_refused_by_name() -> None:
 @pytest.mark.parametrize("field", [9, 14, 15, *range(16, 24)])
 def test_a_header_that_contradicts_itself_is_refused_even_with_a_fitting_checksum(field: int) -> None:
     body = bytearray(DATA[:-16])
-    body[field] ^= 1
+    body[field] ^= 2
     with pytest.raises(WireDamaged, match="header does not fit"):
         read(resealed(bytes(body)))
 
@@ -132,3 +132,21 @@ def test_an_array_of_objects_is_refused() -> None:
     payload = msgpack.packb(msgpack.ExtType(Tag.NUMPY_ARRAY, msgpack.packb(["|O", [1], b"\x00" * 8])))
     with pytest.raises(WireDamaged, match="Python objects"):
         read(sealed(payload))
+
+
+def test_a_large_document_may_be_compressed_and_is_read_alike() -> None:
+    alike = [{"table": "0123456789abcdef" * 4, "step": number} for number in range(200)]
+    plain, small = (dumps(alike, kind="log", version=(1, 0), compress=one) for one in (False, True))
+    assert len(small) < len(plain) / 5
+    assert loads(small, kind="log", supported=(1, 0)) == loads(plain, kind="log", supported=(1, 0)) == alike
+    assert dumps([1], kind="log", version=(1, 0), compress=True) == dumps([1], kind="log", version=(1, 0))
+    for place in (14, 15, 40, len(small) - 20):
+        with pytest.raises(WireDamaged):
+            loads(small[:place] + bytes([small[place] ^ 1]) + small[place + 1 :], kind="log", supported=(1, 0))
+
+
+def test_a_payload_that_is_not_compressed_although_its_header_says_so_is_refused() -> None:
+    body = bytearray(DATA[:-16])
+    body[15] = 1
+    with pytest.raises(WireDamaged, match="cannot be decompressed"):
+        read(resealed(bytes(body)))

@@ -24,6 +24,7 @@ from lakeckpt.checkpoint.agent.link import AgentLink
 from lakeckpt.checkpoint.agent.orders import Dropped, Order, Outcome
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
+from lakeckpt.checkpoint.consumed.reports import shared_fields
 from lakeckpt.checkpoint.consumed.tracks import Journal, Pending, ReaderTrack
 from lakeckpt.checkpoint.failures import leave_note, note_stop, noted_failure, noted_stop, save_error
 from lakeckpt.checkpoint.format.digests import short_digest
@@ -102,6 +103,7 @@ class Background:
         self._results: list[Saved] = []
         self._written: set[str] = set()  # documents of tables that are in storage
         self._captured: int | None = None  # the last cut of which a capture began, if no save has used it
+        self._last: tuple[int, Pending] = (-1, {})  # the last cut that was to be captured: its step, what it recorded
         self._has_had_arena = False
         self._has_reported = False  # that there is no arena any more
         self._next_look_s = float("-inf")
@@ -118,8 +120,9 @@ class Background:
         """
         failure: Exception | None = None
         self._order_ready()  # the failure of a save goes with its order
+        self._last = (step, self._journal.pending(step))
         try:
-            if self._capture(step, self._journal.pending(step), must=False):
+            if self._capture(*self._last, must=False):
                 self._has_reported = False
                 with suppress(SaveFailed):  # the next cut or save tries again
                     self._write_documents(skip=self._written)  # this cut may be that of a final save
@@ -143,7 +146,7 @@ class Background:
             if any(not one.is_ordered for one in self._pending.values()):
                 self._engine.finish()  # all ranks order a save before the next one
                 self._order_ready()
-            pending = self._journal.pending(step)
+            pending = self._pending_of(step)
             self._write_documents()
             good = checked_metric(metric)
             captured = self._has_captured(step) or self._capture(step, pending, must=True, patient=patient)
@@ -174,6 +177,12 @@ class Background:
         if failure is not None:
             raise failure
 
+    def _pending_of(self, step: int) -> Pending:
+        """Return what is to be recorded of the cut of ``step``. Other ranks may have captured it before the loop saw
+        the end of the epoch: then this rank records what it would have captured."""
+        is_captured = self._exchange.world_size > 1 and self._last[0] == step
+        return self._last[1] if is_captured else self._journal.pending(step)
+
     def _without_arena(self, step: int, error: ArenaError) -> LakeckptError:
         """Return the error of a cut for which there is no memory. A job that never had an arena is refused."""
         if not self._has_had_arena:
@@ -200,7 +209,7 @@ class Background:
         return self._captured == step and self._engine.wait() == step
 
     def _capture(self, step: int, pending: Pending, *, must: bool, patient: bool = False) -> bool:
-        states = {name: dict(one[-1].record.state) for name, one in pending.items()}
+        states = {name: shared_fields(one[-1].record.state) for name, one in pending.items()}
         digest = short_digest(b"%d of %d" % (step, self.attempt.number), dumps(states, kind="value", version=(1, 0)))
         readers = {name: pending_to_bytes(one) for name, one in pending.items()}
         deadline_s = self._waiter.now() + self._timeout_s

@@ -21,6 +21,7 @@ _GROUPS = 6
 _WORDS = {"proved": "PROVED", "delivered": "PROVED OF WHAT WAS DELIVERED", "not proved": "NOT PROVED"}
 _ENDS = {
     "short": "the last batches of an epoch may be smaller",
+    "carry": "a growing table is followed, and rows that fill no step are part of the next tranche",
     "drop": "drop_last drops the rows that do not fill a batch of every rank",
 }
 

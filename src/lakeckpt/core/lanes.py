@@ -15,6 +15,8 @@ tail       T                                           rows
 ``short``  ceil(rows of the longest lane / B)          B each; the last two share what remains, and the first of them
                                                        gets the odd row; no row is dropped
 ``drop``   floor(q / B)                                B each; up to B of each lane are dropped
+``carry``  floor(q / B)                                B each; up to B of each lane are left, for the next tranche of a
+                                                       table that grows
 =========  ==========================================  ==========================================================
 
 `lakeckpt.core.stream` deals epochs without end. A deal knows neither ranks nor steps: `lakeckpt.core.plan` gives its
@@ -39,7 +41,7 @@ from lakeckpt.wire.documents import Count, as_row
 __all__ = ["Deal", "EpochDeal", "Left", "Rest", "Tail", "micro_batches", "rows_before", "spans_of", "turns"]
 
 Int64Array = npt.NDArray[np.int64]
-Tail = Literal["short", "drop"]
+Tail = Literal["short", "drop", "carry"]
 
 
 @as_row
@@ -112,7 +114,7 @@ def micro_batches(rows: int, num_lanes: int, batch_size: int, tail: Tail) -> int
     >>> micro_batches(41, 4, 5, "short"), micro_batches(41, 4, 5, "drop")
     (3, 2)
     """
-    if tail == "drop":
+    if tail != "short":
         return rows // num_lanes // batch_size
     longest = -(-rows // num_lanes)
     return -(-longest // batch_size)
@@ -162,7 +164,7 @@ class EpochDeal:
     def limits(self) -> Int64Array:
         """How many rows each lane gives: int64, shape (num_lanes,)."""
         rows = np.diff(self.bounds)
-        return np.minimum(rows, self.count * self.batch_size) if self.tail == "drop" else rows
+        return np.minimum(rows, self.count * self.batch_size) if self.tail != "short" else rows
 
     def _before(self, turns: Int64Array) -> Int64Array:
         """Return how many rows each lane gives in its first ``turns`` micro-batches: int64, shape (num_lanes,)."""

@@ -105,7 +105,7 @@ class Plan:
         if self.deal.end is None:
             return None
         left, world_size = self.deal.end - self.segment.micro_batch, self.segment.world_size
-        whole = left // world_size if self.state.identity.tail == "drop" else -(-left // world_size)
+        whole = -(-left // world_size) if self.state.identity.tail == "short" else left // world_size
         return self.segment.step + whole
 
     def micro_batch(self, step: int) -> int:

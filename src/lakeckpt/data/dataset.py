@@ -8,7 +8,7 @@ no threads itself: the source does, for each iteration.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,15 +19,14 @@ from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
-from lakeckpt.data.flows.arguments import check_flow, check_no_workers, feed_of, flow_parts
+from lakeckpt.data.flows.arguments import check_flow, check_no_workers, feed_of, parts_of
 from lakeckpt.data.foreign.frameworks import check_dealers
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
-from lakeckpt.data.options import ReadOptions, flag, one_of, optional, positive, whole
+from lakeckpt.data.options import Follow, ReadOptions, flag, following, one_of, optional, positive, whole
 from lakeckpt.data.place.begun import Consumed, rest_of_first_epoch
 from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Versions, check_moves
-from lakeckpt.data.source import BatchSource, Output, gives
+from lakeckpt.data.source import Output, gives
 from lakeckpt.data.topology import check_topology, resolve_topology
 from lakeckpt.data.transform import CarriedRows, Transform, bind_transform
 from lakeckpt.errors import ConfigError, StateUnavailable
@@ -77,6 +76,8 @@ class LakeDataset(IterableDataset[Any]):
         consumed: rows that another system has trained on already, as ``{file: [(start, stop), …]}`` (rows of a file,
             counted from its first one) or as ``(name of a key column, values)``. The first epoch consists of the other
             rows; later epochs have all rows. Give it as long as the first epoch lasts, after restarts, too.
+        follow: read a table that is appended to, in one iteration: rows of files that are added come after the rows
+            that were there, each once, in full micro-batches. True, or a `lakeckpt.Follow` that says how to wait.
         options: a `lakeckpt.ReadOptions`: lanes, nulls, table versions, memory and what else few users need.
 
     Raises ConfigError and SchemaError for arguments that cannot be; nothing is read before the first iteration (or
@@ -104,6 +105,7 @@ class LakeDataset(IterableDataset[Any]):
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
         consumed: Consumed | None = None,
+        follow: bool | Follow = False,
         options: ReadOptions | None = None,
     ) -> None:
         super().__init__()
@@ -114,7 +116,9 @@ class LakeDataset(IterableDataset[Any]):
             table = open_table(table, storage_options=storage_options, filesystem=filesystem)
         elif storage_options is not None or filesystem is not None:
             raise ConfigError("storage_options= and filesystem= go to open_table, and this table is open already")
-        check_moves(table, self.options, endless=endless)
+        self.follow = following(follow, row_wise=batch_size is None, others=(endless, drop_last, consumed is not None))
+        """How the table is followed; None: it is not."""
+        check_moves(table, self.options, endless=endless, follows=self.follow is not None)
         self.batch_size = batch_size
         self.columns = None if columns is None else select_columns(table.schema, columns).names
         self.row_wise = batch_size is None
@@ -137,7 +141,7 @@ class LakeDataset(IterableDataset[Any]):
             table = rest_of_first_epoch(table, consumed)
         if self.yields_many:
             check_flow(self, rows, endless=endless, drops=drop_last, begun=consumed is not None)
-        kind: Tail = "drop" if flag("drop_last", drop_last) else "short"
+        kind: Tail = "drop" if flag("drop_last", drop_last) else "short" if self.follow is None else "carry"
         pinned = Pinned(
             table=table,
             columns=self.columns,
@@ -151,9 +155,8 @@ class LakeDataset(IterableDataset[Any]):
 
     def _read(self, pinned: Pinned, transform: Any) -> None:
         """Begin to read ``pinned`` from its start."""
-        make = flow_parts if self.yields_many else _parts
-        self._source, self._progress = make(self, pinned, transform)
-        self._versions = Versions(pinned, self._source, self._progress, self.options)
+        self._source, self._progress = parts_of(self, pinned, transform)
+        self._versions = Versions(pinned, self._source, self._progress, self.options, follow=self.follow)
         if pinned.table.index.rest is not None:
             self._versions.read_rest()
         self._shared = SharedEpoch()
@@ -163,6 +166,8 @@ class LakeDataset(IterableDataset[Any]):
 
     def _changed(self, **changes: Any) -> LakeDataset:
         """Return a dataset that reads the same table from its start, with ``changes`` of what is `Pinned`."""
+        if self.follow is not None:
+            raise ConfigError("a table that is followed can be neither packed nor mixed: leave follow= out")
         made = object.__new__(LakeDataset)
         made.__dict__.update(self.__dict__)
         made.columns = changes.get("columns", self.columns)
@@ -246,6 +251,19 @@ class LakeDataset(IterableDataset[Any]):
         """Go on with the newest version where an epoch begins (``on_new_version="next_epoch"``); collective."""
         self._versions.move(explicit=self._explicit_rank, dp_group=self._dp_group)
 
+    def _through(self, first: Iterator[Any], more: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Yield the items of the tranche at hand, ``first``, and of each later one, as ``more`` delivers it.
+
+        Between two tranches, all ranks wait until there is another one; after the last rows that fill no step, they
+        look once.
+        """
+        yield from first
+        waits = True
+        while self._versions.go_over(waits=waits, explicit=self._explicit_rank, dp_group=self._dp_group):
+            yield from more()
+            waits = self._progress.identity.tail != "short"
+        self._progress.deliveries.end()
+
     def __getitem__(self, index: Any) -> Any:
         raise TypeError(
             f"a LakeDataset has no item {index!r}: its rows come in the order of an epoch. Iterate it, or read it with "
@@ -271,7 +289,9 @@ class LakeDataset(IterableDataset[Any]):
         self._move()
         self._progress.settle(world_size, 0)
         # Now, not when the first item is asked for: what changes the place in between puts this iterator out of date.
-        return self._iterate(rank, self._progress.begin_iteration())
+        iteration = self._progress.begin_iteration()
+        found = self._iterate(rank, iteration)
+        return found if self.follow is None else self._through(found, lambda: self._iterate(rank, iteration))
 
     def _iterate(self, rank: int, iteration: int) -> Iterator[Any]:
         progress = self._progress
@@ -335,7 +355,7 @@ class LakeDataset(IterableDataset[Any]):
         `TypeError` for an endless stream, and on one of several ranks while the number of lanes is not known.
         """
         rank, world_size = self.topology
-        if self._progress.identity.endless:
+        if self._progress.identity.endless or self.follow is not None:
             raise TypeError("an endless stream has no length")
         if self.yields_many:
             raise TypeError("how many micro-batches there are depends on what the transform yields, and is not known")
@@ -354,21 +374,6 @@ class LakeDataset(IterableDataset[Any]):
         assert plan.steps is not None
         last = plan.steps - 1
         return plan.steps - (self.row_wise and last >= 0 and not plan.assignment(last, rank).receipt.rows)
-
-
-def _parts(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[BatchSource, Progress]:
-    """Return what reads ``pinned``, and the place in it, where positions alone decide what is read."""
-    options, row_wise = dataset.options, dataset.row_wise
-    source = BatchSource(pinned, output=dataset.output, options=options, transform=transform, row_wise=row_wise)
-    progress = Progress(
-        pinned,
-        batch_size=dataset.batch_size or 1,
-        num_lanes=options.num_lanes,
-        row_wise=row_wise,
-        accept_changes=options.accept_changes,
-        moves=options.on_new_version == "next_epoch",
-    )
-    return source, progress
 
 
 def _checked(options: ReadOptions | None) -> ReadOptions:

@@ -136,7 +136,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._restarts = dataset.epoch if flag("restart", restart) else None
         """The epoch of every iteration of a loader that restarts; None: it goes on."""
         if restart:
-            if dataset.identity.endless:
+            if dataset.follow is not None or dataset.identity.endless:
                 raise ConfigError("restart=True begins an epoch again, and an endless stream has no epochs")
             dataset._progress.deliveries.saved()  # its place is never saved, and that is no reason to warn
         object.__setattr__(self, "sampler", EpochSetter(self._framework_epoch))  # torch's own refuses another one
@@ -200,8 +200,10 @@ class LakeLoader(Prepared, DataLoader[Any]):
         if started is None or is_dead or started[0] != self._place():
             del started  # before what it reads ahead is read otherwise
             started = self._begun()
-        self._waiting = self._progress.begin_iteration()
-        items = self._deliver(self._waiting, started[1], stage)
+        self._waiting = waiting = self._progress.begin_iteration()
+        items = self._deliver(waiting, started[1], stage)
+        if self.dataset.follow:
+            items = self.dataset._through(items, lambda: self._deliver(waiting, self._begun()[1], stage))
         return self._as_prepared(items, self._progress.steps) if self._is_prepared else items
 
     def __getstate__(self) -> dict[str, Any]:
@@ -328,8 +330,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._restarts = epoch
 
     def _framework_epoch(self, epoch: int) -> None:
-        """Go to the epoch that a framework begins; it may have asked for an iterator already."""
-        if epoch == self.epoch:
+        """Go to the epoch that a framework begins, if there are any; it may have asked for an iterator already."""
+        if self.dataset.follow or epoch == self.epoch:
             return
         is_newest = self._progress.is_newest(self._waiting)
         self.set_epoch(epoch)
@@ -350,8 +352,6 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._progress.set_weights(weights)
         self._early = None
 
-    # --- state
-
     def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
         """Return the state of all that the loop has received, or of all up to the receipt ``at``.
 
@@ -361,7 +361,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """
         self._check_goes_on()
         self._settle()
-        if at is None and (self.identity.endless or self.dataset.yields_many):
+        if at is None and (self.dataset.follow or self.identity.endless or self.dataset.yields_many):
             check_not_fetched_ahead()
         return self._progress.at(at).to_plain()
 

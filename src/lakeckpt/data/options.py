@@ -1,4 +1,4 @@
-"""This module defines `ReadOptions`, and checks the arguments of datasets and loaders.
+"""This module defines `ReadOptions` and `Follow`, and checks the arguments of datasets and loaders.
 
 `ReadOptions` holds the arguments of a `lakeckpt.LakeDataset` that few users need. It is checked once, when it is made.
 Each check raises `ConfigError` with a message that names the argument and what was given. Integers of numpy and of
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,9 +19,11 @@ from lakeckpt.errors import ConfigError
 
 __all__ = [
     "OVERRIDABLE",
+    "Follow",
     "ReadOptions",
     "check_lanes",
     "flag",
+    "following",
     "one_of",
     "optional",
     "positive",
@@ -84,6 +86,30 @@ class ReadOptions:
         return f"ReadOptions({', '.join(given)})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follow:
+    """How a `lakeckpt.LakeDataset` follows a table that is appended to.
+
+    Raises `ConfigError` for a value that cannot be.
+    """
+
+    poll_every_s: float = 30.0
+    """Seconds between two looks at the table, while there is nothing to read."""
+    stop_after_idle_s: float | None = None
+    """End the stream when nothing was added for so many seconds while there was nothing to read. The rows that fill no
+    step come before the end, in smaller micro-batches. None: wait for ever."""
+    ignore_deletes: bool = False
+    """Go on where a newer version only deletes rows: rows that were known are read as if they were still there. False:
+    `TableRewritten` is raised. A version that writes rows again always raises it."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("poll_every_s", self.poll_every_s), ("stop_after_idle_s", self.stop_after_idle_s)):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
+            if not is_number and (value is not None or name == "poll_every_s"):
+                raise ConfigError(f"{name} is a number of seconds of at least 0, got {value!r}")
+        flag("ignore_deletes", self.ignore_deletes)
+
+
 def whole(name: str, value: Any) -> int:
     """Return ``value`` as an integer."""
     if not isinstance(value, bool):
@@ -121,6 +147,20 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Refuse ``value`` where it is none of ``allowed``."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def following(follow: object, *, row_wise: bool, others: Sequence[bool]) -> Follow | None:
+    """Return how the table is followed. ``others``: whether endless=, drop_last= and consumed= were given."""
+    if not isinstance(follow, Follow):
+        if not flag("follow", follow):
+            return None
+        follow = Follow()
+    if row_wise or any(others):
+        raise ConfigError(
+            "a table that is followed is read in micro-batches, without epochs, and no row is dropped: give a "
+            "batch_size, and leave endless=, drop_last= and consumed= out"
+        )
+    return follow
 
 
 def _accepted(changes: Any) -> frozenset[str]:

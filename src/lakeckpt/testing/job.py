@@ -257,6 +257,11 @@ def _dataset_of(loader: Any) -> LakeDataset:
             "and load_state_dict, so that nothing of it can be restored: return a LakeLoader, a torchdata "
             "StatefulDataLoader, or the LakeDataset itself"
         )
+    if found.yields_many:
+        raise ConfigError(
+            'this kit compares what readers yield with the rows of the table, and a transform with rows="many" (or a '
+            "tokenizer=) decides itself what it yields: check that it yields the same whenever it gets the same row"
+        )
     return found
 
 

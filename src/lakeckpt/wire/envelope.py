@@ -8,7 +8,7 @@ The header names the kind of the document and the version of its format::
     9        1      k, the length of the kind
     10       2      format version, major (big-endian, as all numbers here)
     12       2      format version, minor
-    14       2      zero
+    14       2      1 where the payload is compressed (zlib), else 0
     16       8      n, the length of the payload
     24       k      kind, ASCII
     24+k     n      payload, one msgpack value (see ``values``)
@@ -22,6 +22,7 @@ known (`lakeckpt.wire.documents` refuses others by name). The checksum notices a
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
@@ -43,17 +44,20 @@ MAGIC = b"LAKECKPT"
 CHECKSUM_BYTES = 16
 _ENVELOPE = 1
 _HEADER = struct.Struct(">8sBBHHHQ")
+_SMALL_BYTES = 1024
 
 
-def dumps(value: object, *, kind: str, version: tuple[int, int], root: str = "") -> bytes:
+def dumps(value: object, *, kind: str, version: tuple[int, int], root: str = "", compress: bool = False) -> bytes:
     """Return the document of ``value``. Equal values, with dicts in equal order, give equal bytes.
 
     ``kind`` (a short ASCII name) and ``version`` (major, minor) name the format of the value. Paths in messages begin
-    with ``root``.
+    with ``root``. ``compress``: a payload of more than 1 KiB is compressed; the states of many readers are much alike.
 
     Raises `UnsupportedValue` naming the path of a value outside the closed list of types, or too deep.
     """
-    return _document(pack(value, root=root), kind=kind, version=version)
+    payload = pack(value, root=root)
+    is_large = compress and len(payload) > _SMALL_BYTES
+    return _document(zlib.compress(payload) if is_large else payload, kind=kind, version=version, flags=int(is_large))
 
 
 def dumps_map(payloads: Mapping[str, Payload], *, kind: str, version: tuple[int, int]) -> bytes:
@@ -61,9 +65,9 @@ def dumps_map(payloads: Mapping[str, Payload], *, kind: str, version: tuple[int,
     return _document(join_payloads(payloads), kind=kind, version=version)
 
 
-def _document(payload: bytes, *, kind: str, version: tuple[int, int]) -> bytes:
+def _document(payload: bytes, *, kind: str, version: tuple[int, int], flags: int = 0) -> bytes:
     name = kind.encode("ascii")
-    head = _HEADER.pack(MAGIC, _ENVELOPE, len(name), *version, 0, len(payload)) + name
+    head = _HEADER.pack(MAGIC, _ENVELOPE, len(name), *version, flags, len(payload)) + name
     checksum = blake2b(head, digest_size=CHECKSUM_BYTES)
     checksum.update(payload)
     return b"".join((head, payload, checksum.digest()))
@@ -79,14 +83,14 @@ def loads(data: bytes | bytearray | memoryview, *, kind: str, supported: tuple[i
     """
     view = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
     _verify(view, kind)
-    _, envelope, name_bytes, major, minor, zero, payload_bytes = _HEADER.unpack_from(view)
+    _, envelope, name_bytes, major, minor, flags, payload_bytes = _HEADER.unpack_from(view)
     if envelope != _ENVELOPE:
         raise NewerFormat(
             f"this {kind} document has envelope version {envelope} and this lakeckpt reads {_ENVELOPE}: "
             "upgrade lakeckpt to read it"
         )
     start = _HEADER.size + name_bytes
-    if zero or len(view) != start + payload_bytes + CHECKSUM_BYTES:
+    if flags not in (0, 1) or len(view) != start + payload_bytes + CHECKSUM_BYTES:
         raise WireDamaged(f"this {kind} document has {len(view)} bytes, and its header does not fit: restore the file")
     found = bytes(view[_HEADER.size : start])
     if found != kind.encode("ascii"):
@@ -96,7 +100,13 @@ def loads(data: bytes | bytearray | memoryview, *, kind: str, supported: tuple[i
             f"this {kind} document has format {major}.{minor} and this lakeckpt reads up to {supported[0]}.x: "
             "upgrade lakeckpt to read it"
         )
-    return unpack(view[start : start + payload_bytes], what=f"{kind} document")
+    payload = view[start : start + payload_bytes]
+    if flags:
+        try:
+            payload = memoryview(zlib.decompress(payload))
+        except zlib.error as error:
+            raise WireDamaged(f"this {kind} document cannot be decompressed ({error}): restore the file") from None
+    return unpack(payload, what=f"{kind} document")
 
 
 def _verify(view: memoryview, kind: str) -> None:

@@ -106,7 +106,7 @@ def test_a_log_that_deltalake_cannot_read_is_said_to_be(root: Path) -> None:
 
 
 def test_without_deltalake_the_error_says_what_to_install(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lakeckpt.lake.formats import dispatch as pinned
+    from lakeckpt.lake.formats import library as pinned
 
     write(root, of(0, 3))
     find: Callable[[str], Any] = pinned.importlib.util.find_spec

@@ -268,7 +268,7 @@ def test_damaged_timelines_are_said_to_be(root: Path) -> None:
 
 
 def test_without_hudi_the_error_says_what_to_install(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lakeckpt.lake.formats import dispatch as pinned
+    from lakeckpt.lake.formats import library as pinned
 
     Crafted(root).commit(T1, {("", "f1-0"): rows(0, 3)})
     find = pinned.importlib.util.find_spec

@@ -81,7 +81,7 @@ def joined(pending: Sequence[PendingRecord], *, others: tuple[Basis, str] = ("st
 
 def pending_to_bytes(pending: Sequence[PendingRecord]) -> bytes:
     """Return the document of the pending records of one reader."""
-    return dumps(to_plain(tuple(pending), tuple[PendingRecord, ...]), kind=_KIND, version=_VERSION)
+    return dumps(to_plain(tuple(pending), tuple[PendingRecord, ...]), kind=_KIND, version=_VERSION, compress=True)
 
 
 def pending_from_bytes(data: bytes) -> tuple[PendingRecord, ...]:

@@ -11,15 +11,15 @@ The training thread makes all calls. The module never communicates with other ra
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
+from lakeckpt.checkpoint.consumed.reader_states import consumption, is_flow
 from lakeckpt.checkpoint.format.manifest import ReaderRecord, Stretch
-from lakeckpt.core.plan import consumption
+from lakeckpt.core.flows.plan import read_state
 from lakeckpt.core.read_ahead import Basis, Given, ReadAhead
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import ReaderState
 from lakeckpt.core.streams.mixture import MixedReceipt
 from lakeckpt.errors import ConfigError, StateError
 from lakeckpt.tracking.readers import DeliveringReader, TrackedReader, index_of, versions_of
@@ -105,20 +105,29 @@ class ReaderTrack:
             )
 
     def _state(self) -> Mapping[str, Any]:
-        """Return the reader's plain state at the last cut, the same on every rank."""
+        """Return the reader's plain state at the last cut: the same on every rank, or of a flow this rank's part."""
         # If all deliveries are consumed, the reader's own state also holds whether the loop has seen the epoch's end.
         # The effects of the script's work at that end (a scheduler's step) are in the saved objects, and the work must
         # not be done again.
+        if self._is_all_consumed():
+            return self.reader.state_dict()
+        return self._recorded if self._at is None else self.reader.state_dict(self._at)
+
+    def _is_all_consumed(self) -> bool:
+        """Return whether the last cut has consumed all that was delivered until now."""
         last = self.reader.last_receipt
-        if self._at is None:
-            is_all = last is self._last and last == self._before
-            return self.reader.state_dict() if is_all else self._recorded
-        return self.reader.state_dict(None if last is self._at else self._at)
+        return last is self._at if self._at is not None else last is self._last and last == self._before
+
+    def _stretches(self, state: Mapping[str, Any]) -> Sequence[tuple[Any, Any]]:
+        """Return what was consumed since the mark up to ``state``, the state at the last cut."""
+        if is_flow(state) and self._is_all_consumed():
+            return self.reader.stretches()  # the end of an epoch shows of some positions that they yield nothing
+        return () if self._at is None else self.reader.stretches(self._at)
 
     def pending(self, first: int, step: int) -> PendingRecord:
         """Return the record from the cut of step ``first`` to the last cut, the cut of ``step``."""
         state = self._state()
-        found = () if self._at is None else self.reader.stretches(self._at)
+        found = self._stretches(state)
         stretches = [(begin.to_plain(), end.to_plain(), consumption(begin, end)) for begin, end in found]
         if self._basis == "suspected" and not stretches:
             # Nothing was consumed, and the suspicion must be recorded.
@@ -147,20 +156,22 @@ class ReaderTrack:
         if index is None:
             return None
         try:
-            table = ReaderState.from_plain(state).identity.table
+            table = read_state(state).identity.table
         except StateError:
             return str(index.digest)  # a reader with its own kind of state stays at one version
         return table if table in {one.digest for one, _ in versions_of(self.reader)} else str(index.digest)
 
-    def handed_over(self, step: int) -> None:
-        """Record that the record up to the last cut, the cut of ``step``, was handed over: the next begins there."""
+    def handed_over(self, step: int, state: Mapping[str, Any]) -> None:
+        """Record that the record up to ``state``, at the last cut, the cut of ``step``, was handed over: the next
+        begins there."""
         self._recorder.forget(step)
-        if self._at is None:
-            return
-        state = self._state()
-        self.reader.mark(self._at)
-        self._last = self.reader.last_receipt
-        self._before, self._recorded, self._at = self._at, state, None
+        has_end = is_flow(state) and self._is_all_consumed() and state == self.reader.state_dict()
+        if has_end or self._at is not None:
+            self.reader.mark(None if has_end else self._at)
+            self._recorded = state
+        if self._at is not None:
+            self._last = self.reader.last_receipt
+            self._before, self._at = self._at, None
 
 
 class Journal:
@@ -192,7 +203,7 @@ class Journal:
     def handed_over(self, pending: Pending, step: int) -> None:
         """Record that the ``pending`` records of the last cut were handed over: new records begin at ``step``."""
         for name, track in self._tracks.items():
-            track.handed_over(step)
+            track.handed_over(step, pending[name][-1].record.state)
             self._closed[name] = list(pending[name])
         self._from = step
 

@@ -132,7 +132,7 @@ _KINDS: dict[str, type[Entry]] = {"begin": Begin, "restored": Restored, "commit"
 def entry_to_bytes(entry: Entry) -> bytes:
     """Return the document of an entry."""
     name = next(name for name, kind in _KINDS.items() if kind is type(entry))
-    return dumps({"entry": name, **to_plain(entry)}, kind=_KIND, version=_VERSION)
+    return dumps({"entry": name, **to_plain(entry)}, kind=_KIND, version=_VERSION, compress=True)
 
 
 def entry_from_bytes(data: bytes) -> Entry:

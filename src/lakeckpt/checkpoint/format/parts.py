@@ -13,7 +13,8 @@ The module never imports torch, and never reads or writes.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import Digest, Ranks
@@ -165,6 +166,9 @@ class PartRecord:
     trees: tuple[TreeRecord, ...]
     outline: Outline | None = None
     """The extent of the rank's state; None: not recorded."""
+    reports: Mapping[str, bytes] = field(default_factory=dict)
+    """Reader → what the rank consumed of it, for readers of which each rank knows its own lanes alone
+    (`lakeckpt.checkpoint.consumed.reports`)."""
 
     def to_bytes(self) -> bytes:
         """Return the document of the part."""

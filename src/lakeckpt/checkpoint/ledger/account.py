@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from lakeckpt.checkpoint.consumed.reader_states import AnyState, at_end, consumed, dropped
 from lakeckpt.checkpoint.consumed.rows import Order, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, Space, count_epoch, piece_of, space_of
@@ -26,14 +27,17 @@ from lakeckpt.checkpoint.ledger.report import (
     FindingKind,
     ReaderAudit,
 )
+from lakeckpt.checkpoint.ledger.tranches import doubts_of_tranches
 from lakeckpt.checkpoint.ledger.walk import ReaderWalk, Records
+from lakeckpt.core.flows.plan import read_state
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import LayoutKey, Plan, consumed
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.plan import LayoutKey
+from lakeckpt.core.state import Identity
 from lakeckpt.errors import StateError
 
 __all__ = ["account"]
 
+_FOLLOWED = "a growing table is followed: epochs are tranches, and the rows left of one are part of the next"
 _NAMED_ROWS = 2**22
 """Findings name at most so many rows: permutations of windows are computed for them."""
 
@@ -70,10 +74,14 @@ class _Account:
         try:
             origin, tip = walk.collect()
             identity = tip.identity
+            if any(end.identity.tail == "carry" for end in walk.ends.values()):
+                walk.notes[_FOLLOWED] = None
             if identity.unit > 1:
                 walk.notes[
                     f"rows are packed sequences of {identity.unit:,} tokens; an epoch has {identity.tokens:,} tokens"
                 ] = None
+            for doubt in doubts_of_tranches(walk.ends, self._orders):
+                walk.doubt(doubt)
             self._audit_epochs(origin, tip)
         except StateError as error:
             walk.doubt(f"a recorded state cannot be used: {error}")
@@ -91,7 +99,7 @@ class _Account:
             inferred=walk.inferred,
         )
 
-    def _audit_epochs(self, origin: ReaderState, tip: ReaderState) -> None:
+    def _audit_epochs(self, origin: AnyState, tip: AnyState) -> None:
         known, carried = consumed(tip), self._walk.carried
         touched = [*self._walk.pieces, *known]
         first, last = (0, -1) if tip.identity.endless else (origin.epoch, tip.epoch)
@@ -102,12 +110,12 @@ class _Account:
             if self._epochs and self._epochs[-1].epoch == epoch:
                 self._list_excluded(epoch, tip)
 
-    def _list_excluded(self, epoch: int, tip: ReaderState) -> None:
+    def _list_excluded(self, epoch: int, tip: AnyState) -> None:
         order = self._orders.get(order_name(self._identity_of(epoch, tip)))
         for file, row_group, rows in [] if order is None else order.excluded:
             self._excluded.append(ExcludedRows(epoch=epoch, file=file, row_group=row_group, rows=rows))
 
-    def _audit_carried(self, epoch: int, origin: ReaderState, state: ReaderState) -> None:
+    def _audit_carried(self, epoch: int, origin: AnyState, state: AnyState) -> None:
         """Audit the part of an epoch up to ``state``, from which the rest was carried over."""
         pieces, ends = self._walk.pieces, self._walk.ends
         name, known = order_name(state.identity), consumed(state)
@@ -122,7 +130,7 @@ class _Account:
             one = self._epochs[-1]  # the rows that the tail would have dropped were carried over, too
             self._epochs[-1] = replace(one, status="carried over", dropped=0, left=one.left + one.dropped)
 
-    def _audit_epoch(self, epoch: int, origin: ReaderState, tip: ReaderState, known: Mapping[int, Intervals]) -> None:
+    def _audit_epoch(self, epoch: int, origin: AnyState, tip: AnyState, known: Mapping[int, Intervals]) -> None:
         pieces, newest = self._walk.pieces.get(epoch, []), self._records[-1][0]
         begun = origin.identity.endless or epoch == origin.epoch
         inherits = begun and (origin.identity.table == tip.identity.table or epoch not in self._walk.carried)
@@ -155,13 +163,15 @@ class _Account:
             claim=claim,
             dropped=self._dropped(epoch) if status == "complete" else None,
         )
+        if status == "complete" and self._identity_of(epoch, tip).tail == "carry":
+            audit = replace(audit, status="carried over", dropped=0, left=audit.left + audit.dropped)
         self._epochs.append(audit)
         for one in wrong:
             first = self._first_to_claim(epoch, one.rows, space) if one.kind == "lost" else one.first or newest
             self._findings.append(self._finding(one.kind, epoch, one.rows, first, space, tip))
 
     def _claim(
-        self, state: ReaderState, epoch: int, manifest: Manifest, known: Mapping[int, Intervals] | None = None
+        self, state: AnyState, epoch: int, manifest: Manifest, known: Mapping[int, Intervals] | None = None
     ) -> Piece | None:
         """Return the rows of ``epoch`` that a state claims as consumed; None if there are none. ``known`` is `consumed`
         of the state."""
@@ -176,7 +186,7 @@ class _Account:
         positions = found.get(epoch, Intervals.empty())
         return piece_of(state, epoch, positions, manifest) if positions else None
 
-    def _identity_of(self, epoch: int, state: ReaderState) -> Identity:
+    def _identity_of(self, epoch: int, state: AnyState) -> Identity:
         """Return the identity of the last state of ``epoch``: each epoch may have another table version."""
         end = None if state.identity.endless else self._walk.ends.get(epoch)
         return state.identity if end is None else end.identity
@@ -184,25 +194,21 @@ class _Account:
     def _dropped(self, epoch: int) -> Piece | None:
         """Return the rows that the tail drops from ``epoch`` on purpose, by the plan of its last state."""
         end = self._walk.ends.get(epoch)
-        steps = None if end is None else Plan(end).steps
-        if end is None or steps is None or end.identity.tail == "short":
-            return None
-        plan = Plan(end)
-        left = plan.rest(steps).of(epoch, end.identity.rows)
-        return piece_of(end, epoch, left, self._records[-1][0]) if left else None
+        left = Intervals.empty() if end is None else dropped(end)
+        return piece_of(end, epoch, left, self._records[-1][0]) if end is not None and left else None
 
     # --- findings
 
     def _first_to_claim(self, epoch: int, rows: Intervals, space: Space) -> Manifest:
         """Return the first checkpoint whose state claims any of ``rows`` as consumed."""
         for manifest, record in self._records:
-            claim = self._claim(ReaderState.from_plain(record.state), epoch, manifest)
+            claim = self._claim(read_state(record.state), epoch, manifest)
             if claim is not None and space.of(claim).intersection(rows):
                 return manifest
         return self._records[-1][0]
 
     def _finding(
-        self, kind: FindingKind, epoch: int, found: Intervals, manifest: Manifest, space: Space, tip: ReaderState
+        self, kind: FindingKind, epoch: int, found: Intervals, manifest: Manifest, space: Space, tip: AnyState
     ) -> Finding:
         rows = space.table_rows(Intervals.of(found.take(0, min(found.size, _NAMED_ROWS))))
         order = self._orders.get(order_name(self._identity_of(epoch, tip)))
@@ -220,9 +226,9 @@ class _Account:
         )
 
 
-def _status(epoch: int, tip: ReaderState, claim: Piece | None) -> EpochStatus:
+def _status(epoch: int, tip: AnyState, claim: Piece | None) -> EpochStatus:
     if tip.identity.endless:
         return "complete" if claim is not None and claim.is_whole else "in progress"
     if epoch == tip.epoch:
-        return "complete" if Plan(tip).at_end else "in progress"
+        return "complete" if at_end(tip) and tip.identity.tail != "carry" else "in progress"
     return "complete" if epoch < tip.epoch else "left behind"

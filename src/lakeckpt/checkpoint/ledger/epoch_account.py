@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lakeckpt.checkpoint.consumed.reader_states import AnyState, layout
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.ledger.report import EpochAudit, EpochStatus, FindingKind
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import LayoutKey, Plan
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.plan import LayoutKey
+from lakeckpt.core.state import Identity
 
 __all__ = ["Piece", "Space", "Wrong", "count_epoch", "piece_of", "space_of"]
 
@@ -44,12 +45,12 @@ class Piece:
         return self.positions == Intervals.whole(self.identity.rows_of(self.key.epoch))
 
 
-def piece_of(state: ReaderState, epoch: int, positions: Intervals, manifest: Manifest) -> Piece:
+def piece_of(state: AnyState, epoch: int, positions: Intervals, manifest: Manifest) -> Piece:
     """Return positions of ``epoch`` in the layout that ``state`` gives it."""
     num_lanes, rotation = state.segment.num_lanes, 0
     if state.identity.endless or epoch == state.epoch:
         try:
-            num_lanes, rotation = Plan(state).deal.layout(epoch)
+            num_lanes, rotation = layout(state, epoch)
         except ValueError:
             pass  # the epoch is over: all rows of it, in any order
     key = LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation)

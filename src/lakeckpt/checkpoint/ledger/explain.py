@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
+from lakeckpt.checkpoint.consumed.reader_states import is_flow
 from lakeckpt.checkpoint.consumed.rows import GroupRows, Order, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.ledger.audit import read_run
@@ -208,6 +209,11 @@ class _Explainer:
         self._manifest = manifest
         self.name = name
         self._record = record
+        if is_flow(record.state):
+            raise ConfigError(
+                f"which rows of {name!r} made a step depends on what its transform yielded, and the log has that from "
+                "checkpoint to checkpoint only: `lakeckpt audit` counts these rows"
+            )
         state = ReaderState.from_plain(record.state)
         self._identity = state.identity
         self.is_packed = self._identity.unit > 1

@@ -63,7 +63,7 @@ class EpochAudit:
     """"left behind": the epoch was begun, and the reader has gone back to an earlier epoch since. "skipped": the rest
     was skipped, because the table version was gone and the user had chosen to go on with the next epoch. "carried
     over": the rows in ``left`` were found in another version of the table, and the next entry of the same epoch counts
-    them."""
+    them; of a tranche of a growing table, the next epoch."""
     rows: int
     once: int
     repeated: int

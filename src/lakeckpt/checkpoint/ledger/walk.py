@@ -4,6 +4,7 @@ The manifests of a history record consumption, stretch by stretch. `ReaderWalk` 
 
 * the intervals of a stretch must be those that follow from the two states between which it lies;
 * the record of optimizer steps must end where the last stretch does;
+* a row of which some items were consumed (`FlowState`) must go on where it stopped;
 * the states must count as many rows as the index of the table has;
 * the basis of each stretch (`lakeckpt.core.read_ahead.Basis`) must not be suspected. Rows that the training loop stated
   need no other evidence. The first steps of an attempt are undecided; its later stretches decide for them.
@@ -14,15 +15,15 @@ The module is pure. It never imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
+from lakeckpt.checkpoint.consumed.reader_states import AnyState, at_end, begun, consumed, consumption, replanned
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord, Stretch
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, piece_of
 from lakeckpt.checkpoint.restore.rest_of_epoch import rows_consumed
+from lakeckpt.core.flows.plan import read_state
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import Plan, consumed, consumption, replan
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.state import Identity
 from lakeckpt.errors import StateMismatch
 from lakeckpt.lake.table.index import TableIndex
 
@@ -45,36 +46,37 @@ class ReaderWalk:
         self.notes: dict[str, None] = {}
         self.pieces: dict[int, list[Piece]] = {}
         """Epoch → its consumed pieces, in order."""
-        self.ends: dict[int, ReaderState] = {}
+        self.ends: dict[int, AnyState] = {}
         """Epoch → its last state, whose plan gives the rows that the tail drops."""
-        self.carried: dict[int, list[ReaderState]] = {}
+        self.carried: dict[int, list[AnyState]] = {}
         """Epoch → the states from which its rest was carried over to another selection of rows."""
         self.topologies: dict[tuple[int, int, int], None] = {}
         self.inferred = ""
         """How many attempts only inferred that rows were used, in words; empty if none did."""
         self._records = records
-        self._latest: ReaderState | None = None
+        self._latest: AnyState | None = None
 
-    def collect(self) -> tuple[ReaderState, ReaderState]:
+    def collect(self) -> tuple[AnyState, AnyState]:
         """Read all records. Returns the state that the reader began with, and the newest state."""
-        origin: ReaderState | None = None
-        tip: ReaderState | None = None
+        origin: AnyState | None = None
+        tip: AnyState | None = None
         identities: dict[str, Identity] = {}
         for manifest, record in self._records:
             for stretch in record.stretches:
-                begin, end = ReaderState.from_plain(stretch.begin), ReaderState.from_plain(stretch.end)
+                begin, end = read_state(stretch.begin), read_state(stretch.end)
                 origin = origin or begin
                 identities[order_name(begin.identity)] = begin.identity
+                self._check_begun(manifest, begin)
                 self._take(manifest, begin, end, stretch.consumed)
                 self._follow(begin)
                 self._follow(end)
-            tip = ReaderState.from_plain(record.state)
+            tip = read_state(record.state)
             self._follow(tip)
             origin = origin or tip
             self.topologies[tip.segment.topology] = None
             moved = [one for one in record.stretches if one.consumed or one.basis != "suspected"]
             if moved:
-                self._check_frontier(manifest, record, ReaderState.from_plain(moved[-1].end))
+                self._check_frontier(manifest, record, read_state(moved[-1].end))
         assert tip is not None and origin is not None
         identities[order_name(tip.identity)] = tip.identity
         for _, identity in sorted(identities.items()):
@@ -87,9 +89,7 @@ class ReaderWalk:
         """Record a reason against a proof, once."""
         self.doubts[text] = None
 
-    def _take(
-        self, manifest: Manifest, begin: ReaderState, end: ReaderState, recorded: Mapping[int, Intervals]
-    ) -> None:
+    def _take(self, manifest: Manifest, begin: AnyState, end: AnyState, recorded: Mapping[int, Intervals]) -> None:
         self.topologies[begin.segment.topology] = None
         slot = f"slot {manifest.slot}"
         try:
@@ -109,7 +109,7 @@ class ReaderWalk:
 
     # --- the last state of each epoch
 
-    def _follow(self, state: ReaderState) -> None:
+    def _follow(self, state: AnyState) -> None:
         """Record the last state of each epoch.
 
         The rest of an epoch may be too small for the next topology. Then no step of the epoch has this topology, and
@@ -119,18 +119,14 @@ class ReaderWalk:
         if before is not None:
             self._follow_to_rest(before, state)
         if before is not None and before.epoch < state.epoch:
-            lanes, batch_size, world_size = state.segment.topology
-            last = replan(
-                replace(before, identity=state.identity.of_version(before.identity)),
-                num_lanes=lanes,
-                batch_size=batch_size,
-                world_size=world_size,
-            )
-            self.ends[before.epoch] = last if Plan(last).at_end else before
+            mine, follows = before.identity, "carry" in (before.identity.tail, state.identity.tail)
+            identity = mine if follows else state.identity.of_version(mine)
+            last = replanned(before, identity, state.segment.topology)
+            self.ends[before.epoch] = last if at_end(last) else before
         self.ends[state.epoch] = state
         self._latest = state
 
-    def _follow_to_rest(self, before: ReaderState, state: ReaderState) -> None:
+    def _follow_to_rest(self, before: AnyState, state: AnyState) -> None:
         """Note that ``state`` is of the rest of the epoch of ``before``, in another selection of rows, if it is."""
         index, earlier = (self._index_of(one.identity) for one in (state, before))
         rest = None if index is None else index.rest
@@ -161,7 +157,16 @@ class ReaderWalk:
 
     # --- checks
 
-    def _check_frontier(self, manifest: Manifest, record: ReaderRecord, end: ReaderState) -> None:
+    def _check_begun(self, manifest: Manifest, begin: AnyState) -> None:
+        """Positions of which some items were consumed must go on where they stopped."""
+        before = self._latest
+        if before is not None and before.epoch == begin.epoch and begun(before) != begun(begin):
+            self.doubt(
+                f"slot {manifest.slot}: rows of epoch {begin.epoch} of which some items were consumed go on elsewhere "
+                "than where they stopped: the items between were lost, or repeated"
+            )
+
+    def _check_frontier(self, manifest: Manifest, record: ReaderRecord, end: AnyState) -> None:
         """The record of optimizer steps must end where the last stretch does."""
         frontier = record.steps.frontier(manifest.step)
         if frontier is None:
@@ -185,13 +190,14 @@ class ReaderWalk:
             what = "the row selection of" if identity.selection else "the index of"
             self.doubt(f"the states count {identity.rows:,} rows, and {what} table {table[:12]} {order.num_rows:,}")
 
-    def _check_origin(self, origin: ReaderState) -> None:
+    def _check_origin(self, origin: AnyState) -> None:
         """The record must begin at the start of an epoch."""
         before = {epoch: positions.size for epoch, positions in consumed(origin).items()}
-        if before:
+        if before or begun(origin):
+            epoch, rows = max(before, default=origin.epoch), sum(before.values())
             self.doubt(
-                f"the record begins inside of epoch {max(before)}: {sum(before.values()):,} rows had been consumed "
-                "before it, according to the state that the reader began with"
+                f"the record begins inside of epoch {epoch}: {rows:,} rows had been consumed before it, according to "
+                "the state that the reader began with"
             )
         index = self._index_of(origin.identity)
         if index is not None and index.rest is not None:

@@ -1,9 +1,10 @@
 """This module settles, at the cut of a save, whether all ranks agree, and which rank writes what.
 
-One round settles the facts (step, attempt, states of readers), which must be equal on all ranks, and whether all units
-(tensors and trees) are equal everywhere, by a single digest. Only if they are not, a second round finds which groups of
-units differ, and a third which ranks hold which content of these. Every rank then computes the same shares without a
-further message: a unit is written once per content, by one of the ranks that hold it, spread by size.
+One round settles the facts (step, attempt), which must be equal on all ranks. One digest crosses for each state of a
+reader, and one for all units (tensors and trees) together. Only if states differ, another round finds the fields, for
+the error. Only if units differ, a round finds which groups of units do, and another one which ranks hold which content
+of these. Every rank then computes the same shares without a further message: a unit is written once per content, by one
+of the ranks that hold it, spread by size.
 
 Parts of sharded tensors are not compared one by one: no two ranks that shard a tensor hold the same part, and a
 thousand ranks would send each other a million digests. All parts of an item that one mesh shards alike form a *bundle*.
@@ -27,10 +28,12 @@ from lakeckpt.checkpoint.format.parts import Outline
 from lakeckpt.checkpoint.format.units import UnitId
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.tracking.rounds import Rounds
+from lakeckpt.tracking.tally import Tally
 
 __all__ = ["SUMS", "Agreement", "Shares", "Unit", "agree", "sum_of"]
 
 _UNITS = "the units"
+_DIGEST = "digest of "
 _BUNDLE = "bundle "
 _PREFIX = "unit "
 _ANNOUNCED = "announced "
@@ -87,9 +90,17 @@ class Agreement:
         )
 
 
-def agree(talk: Rounds, *, facts: Mapping[str, str], units: Sequence[Unit], announce: Mapping[str, str]) -> Agreement:
+def agree(
+    talk: Rounds,
+    *,
+    facts: Mapping[str, str],
+    units: Sequence[Unit],
+    announce: Mapping[str, str],
+    states: Mapping[str, Mapping[str, str]] | None = None,
+) -> Agreement:
     """Settle the ``facts`` and the shares. ``announce`` goes to all ranks, and need not be equal; of one name that
-    several ranks announce, the value of the first counts.
+    several ranks announce, the value of the first counts. ``states`` are facts, too: name of a state → facts of its
+    fields, of which a digest crosses unless they differ.
 
     Raises `TrackingError` naming the ranks and the fact, `MissingRanksError` naming the ranks.
     """
@@ -100,10 +111,11 @@ def agree(talk: Rounds, *, facts: Mapping[str, str], units: Sequence[Unit], anno
             bundles[unit.bundle].append(unit)
     digests = [_digest_of_bundle(bundle) for bundle in bundles.values()]
     announced = {f"{_ANNOUNCED}{name}": value for name, value in announce.items()}
-    tally = talk.everyone(
-        {**facts, _UNITS: _digest(alone), **dict.fromkeys((f"{_BUNDLE}{one}" for one in digests), ""), **announced}
-    )
+    alike = {f"{_DIGEST}{name}": _digest_of_facts(fields) for name, fields in (states or {}).items()}
+    bundled = dict.fromkeys((f"{_BUNDLE}{one}" for one in digests), "")
+    tally = talk.everyone({**facts, **alike, _UNITS: _digest(alone), **bundled, **announced})
     tally.require_agreement(sorted(facts))
+    _compare_states(talk, tally, states or {})
     held = _held(talk, alone, alike=len(tally.facts[_UNITS]) == 1)
     holders = {name.removeprefix(_BUNDLE): ranks[""] for name, ranks in tally.facts.items() if name.startswith(_BUNDLE)}
     mine: defaultdict[Intervals, list[Unit]] = defaultdict(list)
@@ -116,7 +128,7 @@ def agree(talk: Rounds, *, facts: Mapping[str, str], units: Sequence[Unit], anno
         sums[ranks] += total
         for rank in _each(ranks):
             loads[rank] += size_bytes // ranks.size
-    texts = [f"{name}={value}" for name, value in sorted(facts.items())]
+    texts = [f"{name}={value}" for name, value in sorted({**facts, **alike}.items())]
     texts += [f"{_BUNDLE}{text} {ranks.pairs()}" for text, ranks in sorted(holders.items())]
     contents = [part for name, content in sorted(held) for part in (name.encode(), content)]
     return Agreement(
@@ -128,6 +140,17 @@ def agree(talk: Rounds, *, facts: Mapping[str, str], units: Sequence[Unit], anno
         mine={what: share for ranks, some in mine.items() for what, share in _shared_out(some, ranks).items()},
         bundles={tuple(ranks.pairs()): total % SUMS for ranks, total in sums.items()},
     )
+
+
+def _compare_states(talk: Rounds, tally: Tally, states: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise `TrackingError`, which names the fields of states that differ. All ranks see in the ``tally`` whether any
+    does, and a rank without states takes part in the round, too."""
+    differ = [name for name, values in tally.facts.items() if name.startswith(_DIGEST) and len(values) > 1]
+    if differ:
+        facts = {f"{name}, {field}": text for name, fields in states.items() for field, text in fields.items()}
+        tally_of_fields = talk.everyone(facts)
+        tally_of_fields.require_agreement(sorted(tally_of_fields.facts))
+        tally.require_agreement(differ)
 
 
 def sum_of(units: Iterable[UnitId]) -> int:
@@ -143,6 +166,10 @@ def _digest_of_bundle(bundle: Sequence[Unit]) -> str:
 
 def _each(ranks: Intervals) -> Iterable[int]:
     return (rank for start, stop in ranks for rank in range(start, stop))
+
+
+def _digest_of_facts(facts: Mapping[str, str]) -> str:
+    return short_digest(*(text.encode() for pair in sorted(facts.items()) for text in pair)).hex()
 
 
 def _digest(units: Sequence[Unit]) -> str:

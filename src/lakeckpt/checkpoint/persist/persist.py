@@ -73,6 +73,7 @@ def persist(
     tensors: Sequence[OwnedTensor],
     trees: Sequence[TreeRecord],
     outline: Outline | None = None,
+    reports: Mapping[str, bytes] | None = None,
     earlier: Earlier | None = None,
     intact: Callable[[], None] = lambda: None,
 ) -> PartRecord:
@@ -105,6 +106,7 @@ def persist(
         tensors=tuple(_record(one, some, places) for one, some in zip(tensors, slabs, strict=True)),
         trees=tuple(trees),
         outline=outline,
+        reports=reports or {},
     )
     storage.put(save.part_path(rank), [part.to_bytes()])
     return part

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.consumed.pending import joined, since, weakest
+from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of, shared_fields
 from lakeckpt.checkpoint.failures import (
     ListeningWaiter,
     leave_note,
@@ -192,14 +193,14 @@ class Publisher:
         facts = {"optimizer step": str(save.step), "attempt": str(save.attempt), "save": str(save.number)}
         failure = taken if isinstance(taken, Exception) else None
         announced: dict[str, str] = {}
+        states: dict[str, Mapping[str, str]] = {}
         try:
             announced = self._announced() if self._rank == 0 else {}
             if isinstance(taken, StagedCut):
                 facts["tracked readers"] = ", ".join(map(repr, sorted(taken.readers))) or "none"
-                facts |= {
-                    f"state of reader {name!r}, {what}": text
+                states = {
+                    f"state of reader {name!r}": facts_of(shared_fields(pending[-1].record.state))
                     for name, pending in taken.readers.items()
-                    for what, text in facts_of(pending[-1].record.state).items()
                 }
                 announced |= _weaker(taken) if self._rank else {}
         except Exception as error:
@@ -209,7 +210,7 @@ class Publisher:
             announced = {f"{what} of rank {self._rank}": error_to_text(failure)}
         try:
             units = taken.staged.units() if isinstance(taken, StagedCut) else []
-            agreement = agree(talk, facts=facts, units=units, announce=announced)
+            agreement = agree(talk, facts=facts, units=units, announce=announced, states=states)
         except MissingRanksError as error:
             self._refuse_stopped()
             raise failure or SaveFailed(f"the checkpoint of step {save.step}: {error}") from error
@@ -261,6 +262,7 @@ class Publisher:
             outline=replace(outline, different=tuple(name for name in outline.different if name != _SHARING)),
             earlier=self._part_of(int(agreement.announced["parent"]) if agreement.announced["parent"] else None),
             intact=cut.intact,
+            reports=reports_of(cut.readers),
         )
 
     def _part_of(self, parent: int | None) -> Earlier:
@@ -333,7 +335,7 @@ class Publisher:
             parts=tuple(refs),
             readers={
                 name: joined(
-                    since(pending, self.attempt.recorded),
+                    of_all_ranks(name, since(pending, self.attempt.recorded), [one.reports for one in parts]),
                     others=_weakest_of_others(name, agreement.announced),
                 )
                 for name, pending in cut.readers.items()

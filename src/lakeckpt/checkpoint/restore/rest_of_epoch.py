@@ -21,13 +21,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
+from lakeckpt.checkpoint.consumed.reader_states import AnyState, consumed, layout, of_positions
 from lakeckpt.checkpoint.consumed.rows import Order
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import index_path, read_history
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Left, Rest
-from lakeckpt.core.plan import LayoutKey, Plan, consumed, start
+from lakeckpt.core.plan import LayoutKey, start
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, ObjectMissing, WireDamaged
 from lakeckpt.lake.parquet.footer import Progress
@@ -82,10 +83,10 @@ def rest_of_epoch(state: ReaderState, there: TableIndex, taken: Deletes) -> tupl
     return rest, found
 
 
-def rows_consumed(state: ReaderState, index: TableIndex) -> Deletes:
+def rows_consumed(state: AnyState, index: TableIndex) -> Deletes:
     """Return the stored rows of ``index`` that ``state`` has consumed, and those that its rest had consumed before."""
     positions = consumed(state).get(state.epoch, Intervals.empty())
-    num_lanes, rotation = Plan(state).deal.layout(state.epoch)
+    num_lanes, rotation = layout(state, state.epoch)
     key = LayoutKey(epoch=state.epoch, num_lanes=num_lanes, rotation=rotation)
     order = Order(index)
     rows = order.table_rows(state.identity.spec, key, positions)
@@ -145,7 +146,7 @@ def carry_over(
     either version cannot be read any more, `CheckpointNotFound` and `CheckpointDamaged`.
     """
     manifest, name, record = _newest(storage, reader)
-    state = ReaderState.from_plain(record.state)
+    state = of_positions(record.state, f"reader {name!r} with another version of its table")
     old = table.at(_saved_index(storage, state.identity.table))
     if old.index.whole.digest == table.index.digest:
         raise ConfigError(
@@ -233,6 +234,8 @@ def _check(state: ReaderState, name: str, key: Sequence[str], old: Table, new: T
         raise ConfigError(
             f"{name!r} is an endless stream: its epochs overlap, and none of them can be carried over alone"
         )
+    if state.identity.tail == "carry" or old.index.known:
+        raise ConfigError(f"{name!r} follows a growing table: the place in a tranche cannot be carried over")
     if state.identity.selection:
         raise ConfigError(f"{name!r} reads with a filter: its place cannot be carried over; go on at the next epoch")
     if not key:

@@ -28,7 +28,9 @@ from typing import Any
 import torch
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.format.manifest import Captured
+from lakeckpt.checkpoint.consumed.pending import PendingRecord
+from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of
+from lakeckpt.checkpoint.format.manifest import Captured, ReaderRecord
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.indexes import documents_of, filtered
 from lakeckpt.checkpoint.persist.log import Damage, slot_path
@@ -47,6 +49,7 @@ from lakeckpt.tracking.votes import texts
 __all__ = ["Restorer"]
 
 _SKIPPED = "rest of the epoch skipped by "
+_PLACES = "places of reader "
 _MOST_LOOKS = 10
 """So often a choice is compared before the claim. A live job that removes each one before its records are read is rare:
 the run is claimed all the same, and what that job committed last is compared then."""
@@ -188,7 +191,23 @@ class Restorer:
         }
         indexes = {name: index for name, index in chosen.pins.indexes.items() if name not in skipped}
         states = {name: state for name, state in chosen.pins.states.items() if name not in skipped}
-        return replace(chosen, pins=Pins(indexes=indexes, states=states, skipped=skipped))
+        readers = chosen.readers if which[1] is None else self._merged(chosen.step, chosen.readers)
+        return replace(chosen, readers=readers, pins=Pins(indexes=indexes, states=states, skipped=skipped))
+
+    def _merged(self, step: int, readers: Mapping[str, ReaderRecord]) -> dict[str, ReaderRecord]:
+        """Return the records of ``readers`` in the memory of this node, with the states of the whole job: each rank has
+        its own part of a flow (`lakeckpt.checkpoint.consumed.reports`)."""
+        pending = {
+            name: (PendingRecord(first=step, step=step, record=replace(one, stretches=())),)
+            for name, one in readers.items()
+        }
+        own = {f"{_PLACES}{name}": report.hex() for name, report in reports_of(pending).items()}
+        every: list[dict[str, bytes]] = [{} for _ in range(self._exchange.world_size)]
+        for fact, values in self._exchange.everyone(own).facts.items() if own else ():
+            for report, ranks in values.items():
+                for rank in (rank for start, stop in ranks for rank in range(start, stop)):
+                    every[rank][fact.removeprefix(_PLACES)] = bytes.fromhex(report)
+        return {name: of_all_ranks(name, some, every)[0].record for name, some in pending.items()}
 
     def _candidate(self, run: str, which: _Which) -> Candidate:
         slot, captured = which

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+from lakeckpt.checkpoint.consumed.reader_states import of_positions
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import index_path
@@ -59,7 +60,8 @@ def fit_readers(
         saved = partial(_saved, storage, "" if live is None else live.digest)
         fit = reader.fit(record.state, saved, look=look)
         if fit.excluding is not None:
-            indexes[name], states[name] = excluding(ReaderState.from_plain(record.state), fit.index, fit.excluding)
+            state = of_positions(record.state, f"reader {name!r} with other row groups excluded (exclude=)")
+            indexes[name], states[name] = excluding(state, fit.index, fit.excluding)
         elif fit.index is not None:
             indexes[name] = fit.index
         if fit.begins is not None:

@@ -35,6 +35,7 @@ __all__ = [
     "flow_consumption",
     "flow_start",
     "frontiers_of",
+    "joined",
     "merge",
     "merge_states",
     "moved",
@@ -225,21 +226,42 @@ def merge(parts: Sequence[FlowState]) -> FlowState:
     """
     if not parts:
         raise StateError("there are no parts to merge")
-    first, ranks = parts[0], parts[0].ranks
-    found = frontiers_of(first)
+    first = parts[0]
     for part in parts[1:]:
         if lines := _differences(first, part):
             raise StateMismatch(
                 f"the part of the ranks {part.ranks} is not of one cut with that of the ranks {first.ranks}: "
                 f"{'; '.join(lines)}. Merge parts that were taken after the same step of the same run"
             )
-        if twice := ranks.intersection(part.ranks):
-            raise StateError(f"two parts hold the lanes of the ranks {twice}: give the part of each rank once")
-        ranks = ranks.union(part.ranks)
-        found |= frontiers_of(part)
-    every = [found[lane] for lane in sorted(found)]
+    return joined(first, ((part.ranks, part.done, part.offsets) for part in parts))
+
+
+def joined(cut: FlowState, held: Iterable[tuple[Intervals, Sequence[int], Sequence[int]]]) -> FlowState:
+    """Return the state at the cut of ``cut``, a part, that holds the lanes of all ``held``: (ranks, done, offsets).
+
+    Raises `StateError` where a rank is held twice, or has another number of lanes.
+    """
+    segment = cut.segment
+    done, offsets = np.full(segment.num_lanes, -1, np.int64), np.zeros(segment.num_lanes, np.int64)
+    for ranks, its_done, its_offsets in held:
+        lanes = lanes_of(segment, ranks)
+        if not len(lanes) == len(its_done) == len(its_offsets):
+            raise StateError(
+                f"the ranks {ranks} have {len(lanes)} lanes, and the frontiers of {len(its_done)} were given"
+            )
+        if len(twice := lanes[done[lanes] >= 0]):
+            wrong = Intervals.of(
+                (rank, rank + 1) for rank in ((twice - segment.micro_batch) % segment.world_size).tolist()
+            )
+            raise StateError(f"two parts hold the lanes of the ranks {wrong}: give the part of each rank once")
+        done[lanes], offsets[lanes] = its_done, its_offsets
+    kept = np.flatnonzero(done >= 0)
+    reads = np.unique((kept - segment.micro_batch) % segment.world_size).tolist()
     return replace(
-        first, ranks=ranks, done=tuple(done for done, _ in every), offsets=tuple(offset for _, offset in every)
+        cut,
+        ranks=Intervals.of((rank, rank + 1) for rank in reads),
+        done=tuple(done[kept].tolist()),
+        offsets=tuple(offsets[kept].tolist()),
     )
 
 

@@ -156,11 +156,10 @@ def lanes_of(segment: Segment, ranks: Intervals) -> Int64Array:
     >>> lanes_of(segment, Intervals.of([(0, 1)])).tolist(), lanes_of(segment, Intervals.of([(1, 3)])).tolist()
     ([1, 4], [0, 2, 3, 5])
     """
-    reads = np.zeros(segment.world_size, bool)
-    for start, stop in ranks:
-        reads[start:stop] = True
-    lanes = np.arange(segment.num_lanes, dtype=np.int64)
-    return np.asarray(lanes[reads[(lanes - segment.micro_batch) % segment.world_size]])
+    world_size = segment.world_size
+    reads = np.concatenate([np.zeros(0, np.int64), *(np.arange(start, stop) for start, stop in ranks)])
+    turns = np.arange(segment.num_lanes // world_size, dtype=np.int64)[:, None] * world_size
+    return np.asarray((turns + np.sort((reads + segment.micro_batch) % world_size)).reshape(-1), np.int64)
 
 
 def deal_of(state: FlowState) -> EpochDeal | StreamDeal:

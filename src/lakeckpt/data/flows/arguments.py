@@ -1,6 +1,6 @@
-"""This module makes the parts of a dataset whose transform yields any number of rows, and refuses what cannot be.
+"""This module makes what reads a dataset, and the place in it, also where a transform yields any number of rows.
 
-It reads nothing and starts no threads.
+It refuses arguments that do not go with such a transform. It reads nothing and starts no threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lakeckpt.reading.packed.packing import Packing
 if TYPE_CHECKING:
     from lakeckpt.data.dataset import LakeDataset
 
-__all__ = ["check_flow", "check_no_workers", "feed_of", "flow_parts", "tokenized", "whole_documents"]
+__all__ = ["check_flow", "check_no_workers", "feed_of", "parts_of", "tokenized", "whole_documents"]
 
 _MANY = 'rows="many"'
 
@@ -40,6 +40,7 @@ def check_flow(dataset: LakeDataset, rows: Any, *, endless: bool, drops: bool, b
         "drop_last=False: which rows are the last is not known before they are read": drops and not endless,
         'on_new_version="keep"': dataset.options.on_new_version != "keep",
         "no consumed=": begun,
+        "no follow=": dataset.follow is not None,
     }
     for needed, is_wrong in wrong.items():
         if is_wrong:
@@ -56,8 +57,27 @@ def check_no_workers(dataset: LakeDataset) -> None:
         )
 
 
-def flow_parts(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[BatchSource, Progress]:
-    """Return what reads ``pinned``, and the place in it."""
+def parts_of(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[BatchSource, Progress]:
+    """Return what reads ``pinned`` for ``dataset``, and the place in it."""
+    return (_flow_parts if dataset.yields_many else _row_parts)(dataset, pinned, transform)
+
+
+def _row_parts(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[BatchSource, Progress]:
+    options, row_wise = dataset.options, dataset.row_wise
+    source = BatchSource(pinned, output=dataset.output, options=options, transform=transform, row_wise=row_wise)
+    progress = Progress(
+        pinned,
+        batch_size=dataset.batch_size or 1,
+        num_lanes=options.num_lanes,
+        row_wise=row_wise,
+        accept_changes=options.accept_changes,
+        moves=options.on_new_version == "next_epoch",
+        follows=dataset.follow is not None,
+    )
+    return source, progress
+
+
+def _flow_parts(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[BatchSource, Progress]:
     options, size = dataset.options, dataset.batch_size
     assert size is not None
     kind = _kind(pinned, transform)

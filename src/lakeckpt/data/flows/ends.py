@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from lakeckpt.core.flows.plan import FlowPlan
 from lakeckpt.core.flows.state import FlowState
 from lakeckpt.errors import ConfigError, MissingRanksError
 from lakeckpt.wire.envelope import dumps
@@ -130,8 +131,8 @@ def ends_of(state: FlowState, rank: int) -> Ends:
     Raises `ConfigError` where there are several ranks, and no store in which they could agree.
     """
     world_size = state.segment.world_size
-    if world_size == 1 or state.identity.endless:
-        return Ends()
+    if world_size == 1 or state.identity.endless or FlowPlan(state).at_end:
+        return Ends()  # of an epoch that is over, the state may have other ranks than the job
     store = _store(world_size)
     if store is None:
         raise ConfigError(

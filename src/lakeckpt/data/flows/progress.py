@@ -36,10 +36,8 @@ class FlowRun(Run):
     receipts: deque[FlowReceipt] = field(default_factory=lambda: deque(maxlen=_RECENT))
     """The receipts delivered last, one before the start included."""
 
-    @property
-    def is_recorded(self) -> bool:
-        """True where the ledger must have the run."""
-        return super().is_recorded or (self.start.ranks == self.end.ranks and self.start != self.end)
+    delivered: Any = None
+    """The state of all that was delivered, where the end of the epoch came after it; else ``end`` is that."""
 
     def has(self, receipt: Receipt) -> bool:
         """See `Run.has`."""
@@ -56,7 +54,7 @@ class FlowRun(Run):
             if one.step == receipt.step:
                 break
             frontiers |= {move.lane: move.before for move in reversed(one.moves)}
-        return moved(self.end, step=receipt.step + 1, frontiers=frontiers)
+        return moved(self.delivered or self.end, step=receipt.step + 1, frontiers=frontiers)
 
     def cut(self, state: Any) -> FlowRun:
         """See `Run.cut`."""
@@ -172,6 +170,9 @@ class FlowProgress(Progress):
         ends = {lane: (sizes[lane], 0) for lane in frontiers_of(state)}
         self._reach(moved(state, step=state.step, frontiers=ends))
         self._leave(moves=False)
+        run = self._begun.last
+        # Lanes move here on some ranks only, and all ranks must record the same stretches.
+        run.delivered, run.ended_without_step = state, True
 
     # --- inside
 

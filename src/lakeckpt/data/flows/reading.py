@@ -76,7 +76,7 @@ class FlowReading(Iterator[tuple[Receipt, Found]]):
             items=made.count,
             is_last=made.is_last,
         )
-        return read, self._source.collated(made)
+        return read, self._source.stacked(made)
 
     def close(self) -> None:
         """Drop what was announced and decoded, and end the threads."""

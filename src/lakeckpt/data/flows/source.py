@@ -50,7 +50,7 @@ class FlowSource(BatchSource):
         assert self._transform is not None
         return rows_of_row(self._transform, row_of(columns, row), span, seed=self._spec.seed)
 
-    def collated(self, made: LaneBatch) -> dict[str, Any] | None:
+    def stacked(self, made: LaneBatch) -> dict[str, Any] | None:
         """Return the items of a micro-batch as columns; None where there are none."""
         return collate(made.items, output=self.output) if made.count else None
 

@@ -70,8 +70,8 @@ class Tokenizing:
         except Exception as error:
             error.add_note(f"in the tokenizer, {where}")
             raise
-        every = (*self.before, *ids.tolist(), *self.after) if ids.size else ()
-        return np.array(every, np.int32)
+        parts = (self.before, ids, self.after) if ids.size else ()
+        return np.concatenate([np.asarray(part, np.int32) for part in (*parts, ())])
 
 
 def check_text(schema: pa.Schema, column: str) -> None:
@@ -106,7 +106,7 @@ class TokenSource(FlowSource):
         found: Any = tokenizing.tokens(columns[tokenizing.column][row], where)
         return found  # type: ignore[no-any-return]
 
-    def collated(self, made: LaneBatch) -> dict[str, Any] | None:
+    def stacked(self, made: LaneBatch) -> dict[str, Any] | None:
         """Return the tokens of a micro-batch as sequences; None where there are none."""
         return given(_sequences(made, self._tokenizing), self.output) if made.count else None
 

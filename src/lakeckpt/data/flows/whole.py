@@ -42,7 +42,7 @@ class WholeSource(FlowSource):
         found: Sequence[Any] = columns[COLUMN][row]
         return found
 
-    def collated(self, made: LaneBatch) -> dict[str, Any] | None:
+    def stacked(self, made: LaneBatch) -> dict[str, Any] | None:
         """Return the sequences of a micro-batch; None where there are none."""
         cuts: Any = [cut(window.columns(), start, stop, _as_it_is) for window, start, stop in _windows(made)]
         columns: Any = join_rows(cuts) if cuts else None

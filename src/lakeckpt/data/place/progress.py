@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lakeckpt.core.lanes import micro_batches
 from lakeckpt.core.plan import Assignment, Plan, check_place, fit_lanes, rebase, replan, start
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import MAX_EPOCH, Identity, ReaderState
@@ -36,8 +37,9 @@ class Progress:
         row_wise: bool,
         accept_changes: Collection[str] = frozenset(),
         moves: bool = False,
+        follows: bool = False,
     ) -> None:
-        self._moves = moves
+        self._moves, self._follows = moves, follows
         self._identity: Identity | Pinned
         self._later: Identity | Pinned | None = None
         self._pin(identity)
@@ -113,7 +115,7 @@ class Progress:
     @property
     def steps(self) -> int | None:
         """The number of steps of the epoch at hand; None where it is not known, or there is no end. `settle` first."""
-        return self.plan.steps
+        return None if self._follows else self.plan.steps
 
     def knows_lanes(self, world_size: int) -> bool:
         """Return whether the number of lanes is known without that of the workers: it was given, or a state has it."""
@@ -172,23 +174,27 @@ class Progress:
 
         StateError if no job reaches it: see `check_place`, for ``ahead`` as well.
         """
-        identity, given = self.identity, state
+        mine = identity = self._to_compare(state)
+        given = state
         if self.goes_on_elsewhere(state):
             if not is_start(state):  # the loop has yet to see the end of an epoch of which nothing is left
                 identity = identity.of_version(state.identity)
             state = replace(state, identity=at_version(self.identity, state.identity))
-        self.check_accepted(differing(self.identity, state.identity, kept=self._kept))
+        never = {"tail"} if state.identity.tail == "carry" else set[str]()
+        self.check_accepted(differing(mine, state.identity, kept=self._kept), never=never)
         check_place(given, ahead=ahead)
-        if self.identity.tail != state.identity.tail:
+        self._identity = mine
+        if mine.tail != state.identity.tail:
             state = rebase(state, identity)
         self.last_receipt = None
         self._iteration += 1
         self._set(replace(state, identity=identity))
         self._settled = None
 
-    def check_accepted(self, differences: Sequence[str]) -> None:
-        """Raise StateMismatch where a state differs from this dataset, and the user does not accept it."""
-        rejected = [line for line in differences if line.split(":")[0] not in self._accept]
+    def check_accepted(self, differences: Sequence[str], *, never: Collection[str] = ()) -> None:
+        """Raise StateMismatch where a state differs from this dataset, and the user does not accept it, or cannot."""
+        accepted = set(self._accept) - set(never)
+        rejected = [line for line in differences if line.split(":")[0] not in accepted]
         if rejected:
             raise StateMismatch(
                 "the reader state belongs to another order of rows than that of this dataset. They differ in "
@@ -198,7 +204,7 @@ class Progress:
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``."""
-        if self.identity.endless:
+        if self.identity.endless or self._follows:
             raise ConfigError("an endless stream has no epoch to go to; load a state, or make a new dataset")
         if not 0 <= epoch <= MAX_EPOCH:
             raise ConfigError(f"epochs are counted from 0 to {MAX_EPOCH}, got {epoch}")
@@ -221,6 +227,23 @@ class Progress:
             self.last_receipt = None
             self._set(self._start_of(epoch, self._state))
             self._settled = None
+
+    def go_over(self, identity: Identity | Pinned) -> None:
+        """Go to the start of the next tranche, in the same topology. The tranche at hand has no full step left."""
+        state, steps, settled = self.state, self.plan.steps, self._settled
+        assert settled is not None and state.step == steps, "a tranche is read to its last full step"
+        self.runs.finish(moves=True)
+        self._pin(identity)
+        self._set(self._start_of(state.epoch + 1, state))
+        self._settled = None  # at an end there was nothing to plan anew
+        self.settle(*settled)
+
+    def fills_step(self, rows: int) -> bool:
+        """Return whether a tranche of so many rows has a step; `settle` first."""
+        assert self._settled is not None
+        stored = self.state.segment.num_lanes
+        lanes = fit_lanes(self._num_lanes, stored, *self._settled)
+        return micro_batches(rows, lanes, self._batch_size, "carry") > 0
 
     def read_rest(self, later: Identity | Pinned) -> None:
         """Note that the identity at hand is of the rest of one epoch; later epochs are in the order of ``later``."""
@@ -302,7 +325,7 @@ class Progress:
         counted, and has seen it.
         """
         last, state, began = self.last_receipt, self._state, self._began == self._iteration
-        if state is None or self.over:
+        if state is None or self.over or self._follows:
             return
         took = last is not None and last.epoch == state.epoch
         plan, step, left = self.plan, self._reached, True
@@ -324,7 +347,10 @@ class Progress:
         self.finish()
 
     def finish(self) -> None:
-        """Note that the loop saw the end of the epoch at hand, also where the last rows went to other ranks."""
+        """Note that the loop saw the end of the epoch at hand, also where the last rows went to other ranks. The end of
+        a tranche is none: what is left of it is part of the next one."""
+        if self._follows:
+            return
         if self.plan.steps is not None:
             self._reached = self.plan.steps
         self._leave(moves=self._moves)
@@ -344,6 +370,12 @@ class Progress:
             step += 1
 
     # --- inside
+
+    def _to_compare(self, state: ReaderState) -> Identity:
+        """Return the identity with which ``state`` is compared: the last tranche before an idle end has another
+        tail."""
+        tail = state.identity.tail
+        return replace(self.identity, tail=tail) if self._follows and tail != "drop" else self.identity
 
     def _now(self) -> ReaderState | None:
         """Return the state of all that was delivered, and move the end of the last run there."""

@@ -12,13 +12,14 @@ does), and starts no threads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lakeckpt.core.plan import Plan, start
 from lakeckpt.core.state import ReaderState
-from lakeckpt.data.options import ReadOptions
+from lakeckpt.data.options import Follow, ReadOptions
 from lakeckpt.data.place.broadcast import found_by_first
+from lakeckpt.data.place.following import Look, next_tranche
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress, is_start
 from lakeckpt.data.source import BatchSource
@@ -44,12 +45,18 @@ class Fit:
     """The reason for which the rest of the state's epoch is dropped and the next epoch begun; empty: it is not."""
 
 
-def check_moves(table: Table, options: ReadOptions, *, endless: bool) -> None:
+def check_moves(table: Table, options: ReadOptions, *, endless: bool, follows: bool) -> None:
     """Raise `ConfigError` where ``options`` ask for moves between versions that cannot be made."""
+    named = "a version was named when the table was opened (or a metadata file), or it was opened in another process"
+    moves = "next_epoch" in (options.on_new_version, options.on_version_gone) or options.accept_changes
+    if follows and (moves or table.added is None):
+        is_hudi = table.index.version.format == "hudi"
+        named = "writers of Hudi tables write files again as rows come" if is_hudi else named
+        why = "leave on_new_version=, on_version_gone= and accept_changes= out" if moves else named
+        raise ConfigError(f"follow= cannot be: {why}")
     if options.on_version_gone == "next_epoch" and endless:
         raise ConfigError('on_version_gone="next_epoch" cannot be: an endless stream has no epochs')
     if options.on_new_version == "next_epoch" and (endless or table.reopen is None):
-        named = "a version was named when the table was opened, or it was opened in another process"
         why = "an endless stream has no epochs" if endless else named
         raise ConfigError(f'on_new_version="next_epoch" cannot be: {why}')
 
@@ -63,7 +70,10 @@ class Versions:
         source: BatchSource,
         progress: Progress,
         options: ReadOptions,
+        *,
+        follow: Follow | None = None,
     ) -> None:
+        self._follow = follow
         self.at_hand = pinned
         self._source = source
         self._progress = progress
@@ -77,6 +87,11 @@ class Versions:
 
     def check_worker(self) -> None:
         """Raise ConfigError in a worker of another DataLoader, where versions move."""
+        if self._follow is not None:
+            raise ConfigError(
+                "follow= was given, and the workers of a torch DataLoader never learn of new files: use "
+                "lakeckpt.LakeLoader"
+            )
         if self._moves:
             raise ConfigError(
                 'on_new_version="next_epoch" was asked for, and the workers of a torch DataLoader never learn of a new '
@@ -129,8 +144,14 @@ class Versions:
             return Fit(index=index)
         return self._fit_excluding(state, index, excluding)
 
-    def _fit_excluding(self, state: ReaderState, index: TableIndex, excluding: TableIndex) -> Fit:
+    def _fit_excluding(self, state: Any, index: TableIndex, excluding: TableIndex) -> Fit:
         """Return how the rest of the epoch goes on with other excluded row groups; a rest is made of stored rows."""
+        if self._follow is not None or not isinstance(state, ReaderState):
+            why = "the table is followed" if self._follow is not None else "its transform decides what a row yields"
+            raise StateMismatch(
+                f"exclude= of the table {self.at_hand.table.uri!r} is not as it was when the checkpoint was made, and "
+                f"{why}: open it with the exclude= that it had, or begin a new run"
+            )
         pinned, at_end = self._of(excluding), Plan(state).at_end
         if not (state.identity.endless or state.identity.selection):
             return Fit(index=index, excluding=excluding)
@@ -183,7 +204,7 @@ class Versions:
         """
         if self.at_hand.table.index.rest is not None and not self._progress.in_rest:
             self._continue_with(self.at_hand.table.index.whole)
-        if not self._moves:
+        if not self._moves and (self._follow is None or not self._is_new):
             return
         if not self._progress.at_start:
             self._is_new = False
@@ -198,6 +219,21 @@ class Versions:
         pinned = self._of(index)
         self._progress.move_to(pinned)
         self._go_to(pinned)
+
+    def go_over(self, *, waits: bool, explicit: tuple[int, int] | None, dp_group: Any) -> bool:
+        """Go over to the next tranche of a growing table, once there is one (collective).
+
+        Returns False where nothing came for long enough, so that the stream ends (unless it ``waits``: where nothing
+        is there). Raises on all ranks what looking for
+        new files raised on the first rank.
+        """
+        assert self._follow is not None
+        look = Look(self._follow if waits else replace(self._follow, stop_after_idle_s=0), self.at_hand, self._progress)
+        pinned = next_tranche(look, explicit=explicit, dp_group=dp_group)
+        if pinned is not None:
+            self._progress.go_over(pinned)
+            self._go_to(pinned)
+        return pinned is not None
 
     def _newest(self) -> bytes:
         table = self.at_hand.table
@@ -261,7 +297,9 @@ def _compare_etags(live: Table, saved: TableIndex) -> None:
 
 def _with_advice(error: DataFileChanged, state: ReaderState) -> DataFileChanged:
     text = f"{error}. The checkpoint is in the middle of epoch {state.epoch}, which reads that version. "
-    if state.identity.endless:
+    if state.identity.tail == "carry":
+        text += "A stream that follows a table needs the files of its tranche: put them back, or begin a new run"
+    elif state.identity.endless:
         text += "An endless stream cannot go on over another version: put the files back, or begin a new run"
     else:
         if not state.identity.selection:

@@ -1,13 +1,16 @@
 """This module reads the micro-batches of a mixture: the parts that its sources give, row by row in their order.
 
 A `MixedSource` is to `lakeckpt.data.ahead.Ahead` what a `lakeckpt.data.source.BatchSource` is. Each source has readers
-and windows of its own, which are made when the source is first needed. The module starts no threads itself.
+and windows of its own, which are made when the source is first needed. Up to 16 micro-batches of a lane that follow one
+another are made together, as a *group*, and delivered as views of it: a source's rows in them stand together in its own
+order, and are taken at once. So an error of reading may come some micro-batches early. The module starts no threads
+itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +20,40 @@ from lakeckpt.core.streams.mixture import MixedAssignment, MixedReceipt, Part
 from lakeckpt.data.batch import Batch
 from lakeckpt.data.source import BatchSource, Iterations
 from lakeckpt.errors import SchemaError
-from lakeckpt.reading.columns.gather import gather
+from lakeckpt.reading.columns.gather import gather, new_array
 from lakeckpt.reading.columns.ragged import Ragged
 from lakeckpt.reading.windows.positions import Announced, PositionReader
 
 __all__ = ["MixedSource"]
 
 Int64Array = npt.NDArray[np.int64]
-_Parts = tuple[npt.NDArray[np.uint16], list[tuple[int, Part, Announced]]]
+_GROUP = 16
+"""Micro-batches of a group."""
+
+
+class _Group:
+    """Micro-batches of one lane that follow one another."""
+
+    def __init__(self) -> None:
+        self.orders: list[npt.NDArray[np.uint16]] = []
+        """The source of each row of each micro-batch."""
+        self.parts: dict[int, list[tuple[Part, Announced]]] = {}
+        """Source → what it gives to each micro-batch, in their order."""
+        self.columns: dict[str, Any] | None = None
+        """The rows of all micro-batches, once they are taken."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether no window has to be waited for."""
+        every = (rows for parts in self.parts.values() for _, rows in parts)
+        return self.columns is not None or all(PositionReader.is_ready(rows) for rows in every)
+
+
+class _Place(NamedTuple):
+    """A micro-batch of a group."""
+
+    group: _Group
+    number: int
 
 
 class MixedSource(Iterations):
@@ -51,41 +80,67 @@ class MixedSource(Iterations):
         return tuple(one.transform for one in self._sources)
 
     @staticmethod
-    def is_ready(announced: _Parts) -> bool:
+    def is_ready(announced: _Place) -> bool:
         """Return whether `take` would not wait."""
-        return all(PositionReader.is_ready(rows) for _, _, rows in announced[1])
+        return announced.group.is_ready
 
-    def announce(self, reader: _Readers, assignment: MixedAssignment) -> _Parts:
+    def announce(self, reader: _Readers, assignment: MixedAssignment) -> _Place:
         """Announce the rows of ``assignment`` to ``reader``, which is one of `new_reader`. Raises `LakeckptError`."""
         found = []
         for part in assignment.parts:
-            rows = self._sources[part.source].announce_spans(reader.of(part.source), part.spans, part.layouts)
-            found.append((part.source, part, rows))
-        return assignment.order, found
+            found.append(
+                (part, self._sources[part.source].announce_spans(reader.of(part.source), part.spans, part.layouts))
+            )
+        # A transform gets the rows of one micro-batch, and the rows of one source are delivered without a copy.
+        is_alone = len(found) == 1 or any(self._sources[part.source].transform is not None for part, _ in found)
+        group = _Group() if is_alone else reader.group_of(assignment.receipt.lane)
+        for part, rows in found:
+            group.parts.setdefault(part.source, []).append((part, rows))
+        group.orders.append(assignment.order)
+        return _Place(group, len(group.orders) - 1)
 
-    def take(self, reader: _Readers, announced: _Parts, receipt: MixedReceipt) -> Batch:
+    def take(self, reader: _Readers, announced: _Place, receipt: MixedReceipt) -> Batch:
         """Return the batch of the rows that were announced to ``reader``."""
-        order, parts = announced
-        columns = [self._columns(reader.of(source), part, rows, receipt) for source, part, rows in parts]
-        if len(parts) == 1:
-            found = dict(columns[0])
-        else:
-            names = [self._names[source] for source, _, _ in parts]
-            found = _alternated(names, columns, [np.flatnonzero(order == source) for source, _, _ in parts], len(order))
+        group, number = announced
+        if group.columns is None:
+            reader.close(group, receipt.lane)
+            group.columns = self._taken(reader, group, receipt)
+        start = sum(map(len, group.orders[:number]))
+        order = group.orders[number]
+        found = group.columns
+        if len(group.orders) > 1:
+            found = {name: _rows_of(one, start, start + len(order)) for name, one in found.items()}
         if self._source_column is not None:
             found[self._source_column] = self._numbers(order)
         return Batch(found, receipt)  # type: ignore[arg-type]
 
-    def _columns(self, reader: PositionReader, part: Part, rows: Announced, receipt: MixedReceipt) -> dict[str, Any]:
-        source = self._sources[part.source]
+    def _taken(self, reader: _Readers, group: _Group, receipt: MixedReceipt) -> dict[str, Any]:
+        """Return the columns of all micro-batches of ``group``."""
+        columns = {
+            source: self._columns(reader.of(source), source, parts, receipt)
+            for source, parts in sorted(group.parts.items())
+        }
+        if len(columns) == 1:
+            return next(iter(columns.values()))
+        order = np.concatenate(group.orders)
+        names = [self._names[source] for source in columns]
+        rows = [np.flatnonzero(order == one) for one in columns]
+        found: dict[str, Any] = _alternated(names, list(columns.values()), rows, len(order))
+        return found
+
+    def _columns(
+        self, reader: PositionReader, number: int, parts: list[tuple[Part, Announced]], receipt: MixedReceipt
+    ) -> dict[str, Any]:
+        source = self._sources[number]
         if source.transform is None:
-            columns: dict[str, Any] = source.columns(reader, rows)
+            columns: dict[str, Any] = source.columns(reader, reader.joined(rows for _, rows in parts))
             return columns
+        ((part, rows),) = parts
         found = source.take(reader, rows, receipt.of_part(part.spans))
         if not isinstance(found, dict):
             raise SchemaError(
-                f"the transform of source {self._names[part.source]!r} returned a {type(found).__name__}: in a mixture "
-                "it must return a dict of columns, so that rows of several sources make one batch"
+                f"the transform of source {self._names[number]!r} returned a {type(found).__name__}: in a mixture it "
+                "must return a dict of columns, so that rows of several sources make one batch"
             )
         return found
 
@@ -108,6 +163,20 @@ class _Readers:
     def __init__(self, sources: Sequence[BatchSource], lanes: int) -> None:
         self._sources, self._lanes = sources, lanes
         self._readers: dict[int, PositionReader] = {}
+        self._groups: dict[int, _Group] = {}
+        """Lane → the group to which its next micro-batch is added."""
+
+    def group_of(self, lane: int) -> _Group:
+        """Return the group to which the next micro-batch of ``lane`` is added."""
+        group = self._groups.get(lane)
+        if group is None or len(group.orders) >= _GROUP:
+            group = self._groups[lane] = _Group()
+        return group
+
+    def close(self, group: _Group, lane: int) -> None:
+        """Add no more micro-batches to ``group``, which is taken."""
+        if self._groups.get(lane) is group:
+            del self._groups[lane]
 
     def of(self, source: int) -> PositionReader:
         """Return the reader of a source."""
@@ -122,6 +191,7 @@ class _Readers:
 
     def clear(self) -> None:
         """Drop all windows."""
+        self._groups = {}
         for one in self._readers.values():
             one.clear()
 
@@ -170,12 +240,19 @@ def _column(parts: Sequence[Any], rows: Sequence[Int64Array], size: int, what: s
 
 def _array(parts: Sequence[npt.NDArray[Any]], rows: Sequence[Int64Array], size: int, what: str) -> npt.NDArray[Any]:
     dtype, shape = parts[0].dtype, parts[0].shape[1:]
-    found = np.empty((size, *shape), dtype)
+    found = new_array((size, *shape), dtype)
     for part, places in zip(parts, rows, strict=True):
         if part.dtype != dtype or part.shape[1:] != shape:
             raise _unlike(parts, what)
         found[places] = part
     return found
+
+
+def _rows_of(column: Any, start: int, stop: int) -> Any:
+    """Return rows [start, stop) of a column, as views."""
+    if isinstance(column, dict):
+        return {name: _rows_of(one, start, stop) for name, one in column.items()}
+    return column[start:stop]
 
 
 def _ragged(parts: Sequence[Ragged[Any]], rows: Sequence[Int64Array]) -> Any:

@@ -5,7 +5,8 @@ one version, their partition values, and the rows that are left of each. The sch
 by which files store each column. A version is named by its number.
 
 Refused by name, because they could not be read exactly: reader features that are not in `READER_FEATURES`, and
-partition columns of bytes, whose escapes deltalake does not undo. The module opens no data file.
+partition columns of bytes, whose escapes deltalake does not undo. The module opens no data file. The threads that read
+commits have ended when it returns.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -33,14 +35,14 @@ from lakeckpt.errors import (
     TableVersionGone,
 )
 from lakeckpt.lake.formats.clients import asking, is_of_the_store, object_store_options
-from lakeckpt.lake.formats.model import PinnedFile, PinnedFiles
+from lakeckpt.lake.formats.model import Change, ChangeKind, PinnedFile, PinnedFiles
 from lakeckpt.lake.parquet.footer import Int64Array
 from lakeckpt.lake.storage.base import Storage, redact_uri, split_uri
 from lakeckpt.lake.table.column_mapping import ColumnMapping, StoredField
 from lakeckpt.lake.table.listing import common_root, open_root, paths_below
 from lakeckpt.lake.table.version import TableVersion
 
-__all__ = ["READER_FEATURES", "pin"]
+__all__ = ["READER_FEATURES", "changes", "pin"]
 
 READER_FEATURES = frozenset(
     {
@@ -64,13 +66,42 @@ _ID, _PHYSICAL = "delta.columnMapping.id", "delta.columnMapping.physicalName"
 def pin(
     place: str, *, version: int | str | None, storage_options: Mapping[str, Any] | None, threads: int
 ) -> PinnedFiles:
-    """Return what a version of the table at ``place`` consists of (`dispatch.pin`)."""
+    """Return what a version of the table at ``place`` consists of (`library.pin`)."""
     uri, storage = redact_uri(place), open_root(place, storage_options)
     if isinstance(version, str) or (version is not None and version < 0):
         raise ConfigError(f"version={version!r}: versions of the Delta table {uri!r} are numbers from 0")
     options = object_store_options(place, storage_options)
     table = _opened(place, version, options, uri)
     return _pinned(table, place, storage, uri)
+
+
+def changes(place: str, *, since: str, storage_options: Mapping[str, Any] | None, threads: int) -> list[Change]:
+    """Return the versions after ``since`` (`library.changes`), by the commits in the log."""
+    uri, storage = redact_uri(place), open_root(place, storage_options)
+    newest = _opened(place, None, object_store_options(place, storage_options), uri).version()
+    later = range(int(since) + 1, newest + 1)
+    with ThreadPoolExecutor(max_workers=max(1, min(threads, len(later)))) as pool:
+        kinds = list(pool.map(partial(_kind, storage, uri), later))
+    return [Change(version=str(number), kind=kind) for number, kind in zip(later, kinds, strict=True)]
+
+
+def _kind(storage: Storage, uri: str, number: int) -> ChangeKind:
+    """Return what a commit did, by its actions: https://github.com/delta-io/delta/blob/master/PROTOCOL.md#actions."""
+    try:
+        lines = storage.read(f"{_LOG}/{number:020}.json").splitlines()
+    except ObjectMissing as error:
+        raise TableVersionGone(
+            f"version {number} of the Delta table {uri!r} is not in the log any more, so that what it added is not "
+            "known: keep the log for as long as a run may stand still (delta.logRetentionDuration), or begin a new run"
+        ) from error
+    actions = [action for line in lines if line.strip() for action in json.loads(line).items()]
+    added = {action["path"] for name, action in actions if name == "add" and action.get("dataChange", True)}
+    removed = {action["path"] for name, action in actions if name == "remove" and action.get("dataChange", True)}
+    if any(name == "commitInfo" and action.get("operation") == "RESTORE" for name, action in actions):
+        return "rewrite"  # it may add files again
+    if added or removed:
+        return "append" if not removed else "delete" if added <= removed else "rewrite"
+    return "compact" if any(name in ("add", "remove") for name, _ in actions) else "append"
 
 
 def _opened(place: str, version: int | None, options: dict[str, str], uri: str) -> DeltaTable:

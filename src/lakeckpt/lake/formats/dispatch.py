@@ -7,8 +7,6 @@ has that format. No row is decoded. The threads that read footers and listings a
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,7 +14,9 @@ from functools import partial
 from typing import Any, cast, get_args
 
 from lakeckpt.errors import ConfigError
+from lakeckpt.lake.formats.appends import added_files, added_versions
 from lakeckpt.lake.formats.footer_cache import cached_summaries
+from lakeckpt.lake.formats.library import is_of_catalog, pin, refreshed
 from lakeckpt.lake.formats.model import CatalogTable, PinnedFiles
 from lakeckpt.lake.formats.pinning import index_of, index_of_version, listed
 from lakeckpt.lake.parquet.footer import Progress
@@ -24,18 +24,11 @@ from lakeckpt.lake.storage.base import Storage, split_uri
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import FILESYSTEM, open_storage, with_filesystem
 from lakeckpt.lake.table.index import TableIndex
-from lakeckpt.lake.table.listing import Found, Source, find_files
+from lakeckpt.lake.table.listing import METADATA_FILES, Found, Source, find_files
 from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
 from lakeckpt.lake.table.version import TableFormat
 
-__all__ = ["is_of_catalog", "open_table", "pin"]
-
-_FORMATS = {
-    "delta": ("deltalake", "lakeckpt.lake.formats.delta"),
-    "iceberg": ("pyiceberg", "lakeckpt.lake.formats.iceberg.snapshot"),
-    "hudi": ("hudi", "lakeckpt.lake.formats.hudi"),
-}
-"""The library of each format, and the module that asks the library. Both are imported when a table has the format."""
+__all__ = ["open_table"]
 
 
 def open_table(
@@ -112,12 +105,17 @@ def open_table(
         exclude=excluded,
         threads=threads,
     )
+    of: dict[str, Any] = {"uri": found.uri, "storage_options": storage_options, "threads": threads}
+    is_plain = kind == "parquet"
+    added = partial(added_files, cast(Source, source), **of) if is_plain else partial(added_versions, kind, place, **of)
     named = version is not None
+    is_fixed = kind == "hudi" or (isinstance(place, str) and place.endswith(METADATA_FILES))
     return Table(
         uri=found.uri,
         storage=found.storage,
         index=index,
         reopen=None if named else again,
+        added=None if named or is_fixed else added,
         named=named,
         exclude=excluded,
     )
@@ -157,43 +155,9 @@ def _warn_of_unknown(exclude: tuple[tuple[str, int], ...], index: TableIndex) ->
 
 
 def _reopened(source: Source | CatalogTable, **options: Any) -> Table:
-    if is_of_catalog(source) and not isinstance(source, str):
-        with contextlib.suppress(NotImplementedError):  # of a metadata file, which does not change
-            source = cast(CatalogTable, source).refresh()
-    return open_table(source, **options)
+    return open_table(refreshed(source), **options)
 
 
 def _open_cache(place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Storage:
     own = split_uri(os.fspath(place))[0] == "file" or FILESYSTEM in (storage_options or {})
     return open_storage(place, storage_options=None if own else storage_options)
-
-
-def is_of_catalog(source: object) -> bool:
-    """Return whether a catalog knows the table: ``iceberg://catalog/namespace.table``, or a table of pyiceberg's."""
-    return (isinstance(source, str) and source.startswith("iceberg://")) or (
-        type(source).__module__.partition(".")[0] == "pyiceberg" and not isinstance(source, str)
-    )
-
-
-def pin(
-    kind: TableFormat,
-    place: object,
-    *,
-    version: int | str | None,
-    storage_options: Mapping[str, Any] | None,
-    threads: int,
-) -> PinnedFiles:
-    """Return what a version (None: the newest) of the table at ``place`` consists of: a URI, or a table of pyiceberg's.
-
-    `ConfigError` where the format's library is not installed or has no such version, `TableError` where
-    the table needs what cannot be read exactly.
-    """
-    library, module = _FORMATS[kind]
-    if importlib.util.find_spec(library) is None:
-        raise ConfigError(
-            f'tables in the format {kind} are read by {library}, which is not installed: pip install "lakeckpt[{kind}]"'
-        )
-    pinned: PinnedFiles = importlib.import_module(module).pin(
-        place, version=version, storage_options=storage_options, threads=threads
-    )
-    return pinned

@@ -51,7 +51,7 @@ _SCHEMA_ONLY = (
 def pin(
     place: str, *, version: int | str | None, storage_options: Mapping[str, Any] | None, threads: int
 ) -> PinnedFiles:
-    """Return what the instant ``version`` of the table at ``place`` consists of (`dispatch.pin`)."""
+    """Return what the instant ``version`` of the table at ``place`` consists of (`library.pin`)."""
     uri = redact_uri(place)
     with _asking(uri, "its properties and timeline"):
         builder = HudiTableBuilder.from_base_uri(place)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import pyarrow as pa
 
@@ -18,7 +18,20 @@ from lakeckpt.lake.table.column_mapping import ColumnMapping
 from lakeckpt.lake.table.scalars import Value
 from lakeckpt.lake.table.version import TableVersion
 
-__all__ = ["CatalogTable", "PinnedFile", "PinnedFiles"]
+__all__ = ["CatalogTable", "Change", "ChangeKind", "PinnedFile", "PinnedFiles"]
+
+
+ChangeKind = Literal["append", "compact", "delete", "rewrite"]
+"""What a version did to the one before: it added rows (or none); wrote the same rows to other files; removed rows; or
+anything else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A version of a table, and what it did to the version before."""
+
+    version: str
+    kind: ChangeKind
 
 
 class CatalogTable(Protocol):

@@ -31,10 +31,12 @@ from lakeckpt.wire.documents import Count, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 from lakeckpt.wire.values import pack
 
-__all__ = ["RestOfEpoch", "TableIndex"]
+__all__ = ["MARK_BYTES", "RestOfEpoch", "TableIndex"]
 
 KIND, VERSION = "table-index", (1, 0)
 _NO_TIME = -1
+MARK_BYTES = 16
+"""The length of the mark of a file (`lakeckpt.lake.table.joined.mark_of`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,9 @@ class TableIndex:
     ``group_bytes`` (uncompressed): int64[G], of the footers, row groups without rows included; ``deletes``: the
     stored rows that do not exist in ``version``; ``columns``: by what the files store the columns of ``schema``;
     ``rest``: the index is of what is left of an epoch (`whole` is of the version). ``excluded``: ordinals of row groups
-    that are never read, ascending. Arrays are read-only. Two indexes are equal if their digests are.
+    that are never read, ascending; ``known``: of a growing table of plain Parquet files, the marks of all files that a
+    reader knows, sorted and joined (`lakeckpt.lake.table.joined`). Arrays are read-only. Two indexes are equal if their
+    digests are.
     """
 
     paths: tuple[str, ...]
@@ -73,6 +77,7 @@ class TableIndex:
     columns: ColumnMapping = field(default_factory=ColumnMapping)
     rest: RestOfEpoch | None = None
     excluded: tuple[int, ...] = ()
+    known: bytes = b""
     gone: Deletes = field(init=False)
     """The stored rows that have no position: ``deletes``, those of ``rest``, and those of ``excluded`` row groups."""
     group_rows: Int64Array = field(init=False)
@@ -189,6 +194,8 @@ class TableIndex:
             "rest": to_plain(self.rest, RestOfEpoch | None),
             "excluded": list(self.excluded),
         }
+        if self.known:
+            content["known"] = self.known
         if self.version.format != "parquet":  # files do not define how a format reads them
             content["types"] = [[one.name, type_text(one.type)] for one in self.schema]
         return content
@@ -239,6 +246,7 @@ class TableIndex:
             columns=ColumnMapping.from_plain(value["columns"], schema),
             rest=from_plain(RestOfEpoch | None, value["rest"], "rest"),
             excluded=tuple(value["excluded"]),
+            known=value.get("known", b""),
         )
 
     def stored_start(self, ordinal: int) -> int:
@@ -291,6 +299,8 @@ class TableIndex:
         bounds = self.first_group
         if len(self.group_bytes) != groups or bounds[0] != 0 or bounds[-1] != groups or (np.diff(bounds) < 0).any():
             raise ValueError(f"the row groups of the files do not add up to {groups}")
+        if len(self.known) % MARK_BYTES:
+            raise ValueError(f"marks of {MARK_BYTES} bytes each cannot take {len(self.known)} bytes")
         if any(a >= b for a, b in pairwise((-1, *self.excluded, groups))):
             raise ValueError(f"row groups {self.excluded[:8]} are excluded, of {groups}")
 

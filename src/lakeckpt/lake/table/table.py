@@ -27,6 +27,7 @@ from lakeckpt.lake.parquet.ranges import ADVICE, KEEP, changed, gone, some
 from lakeckpt.lake.storage.base import ObjectInfo, Storage
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.index import TableIndex
+from lakeckpt.lake.table.joined import Added
 from lakeckpt.lake.table.listing import list_exactly
 
 __all__ = ["Table"]
@@ -43,6 +44,10 @@ class Table:
     index: TableIndex
     reopen: Callable[[], Table] | None = field(default=None, repr=False)
     """Opens the newest version; None where a version was named, and in other processes."""
+    added: Callable[[TableIndex, bool], Added] | None = field(default=None, repr=False)
+    """Finds what was added since the version of an index (`lakeckpt.lake.formats.appends`); the flag says whether
+    deletes are ignored. None as for ``reopen``, of
+    Hudi tables, and where a metadata file of Iceberg was opened."""
     named: bool = False
     """True if a version was named when the table was opened."""
     exclude: tuple[tuple[str, int], ...] = ()

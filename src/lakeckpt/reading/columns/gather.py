@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from lakeckpt.reading.columns.forms import MAX_NARROW_BYTES, view
 from lakeckpt.reading.columns.ragged import Column, Ragged, map_column, trusted
 
-__all__ = ["column_bytes", "copy_runs", "cut", "gather", "join_rows"]
+__all__ = ["column_bytes", "copy_runs", "cut", "gather", "join_rows", "new_array"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -57,7 +57,7 @@ def _cut(column: Column[Array], start: int, stop: int, make: Callable[[Array], A
     return make(column[start:stop])
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return an array in memory of Arrow's pool. The pool keeps freed memory, and new pages cost more."""
     count = int(np.prod(shape))
     if not count:
@@ -65,7 +65,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return view(pa.allocate_buffer(count * dtype.itemsize), dtype, 0, count).reshape(shape)
 
 
-def gather(parts: Sequence[Column[Array]], rows: Int64Array, new: New = _empty) -> Column[Array]:
+def gather(parts: Sequence[Column[Array]], rows: Int64Array, new: New = new_array) -> Column[Array]:
     """Return the rows ``rows``, in this order, of ``parts`` one after another. ``parts`` have the same structure.
 
     ``new`` makes the arrays of fixed width.
@@ -186,7 +186,7 @@ def join_rows(parts: Sequence[Column[Array]]) -> Column[Array]:
         return {name: join_rows([part[name] for part in every]) for name in first}
     if isinstance(first, Ragged):
         return _join_ragged(cast("Sequence[Ragged[Array]]", parts))
-    return _joined(cast("Sequence[Array]", parts), _empty)
+    return _joined(cast("Sequence[Array]", parts), new_array)
 
 
 def _joined(parts: Sequence[Array], new: New) -> Array:

@@ -12,6 +12,7 @@ runs per row, and any position can be entered at any time.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -129,6 +130,17 @@ class PositionReader:
                     follows.clear()
                 follows[upto] = needed
                 start = upto
+        return found
+
+    def joined(self, every: Iterable[Announced]) -> Announced:
+        """Return ``every`` announcement as one, whose rows are taken together: pieces that adjoin become one piece."""
+        found: Announced = []
+        for needed, start, stop in itertools.chain.from_iterable(every):
+            if found and found[-1][0] is needed and found[-1][2] == start:
+                needed.waiting -= 1
+                found[-1] = (needed, found[-1][1], stop)
+            else:
+                found.append((needed, start, stop))
         return found
 
     def take(self, announced: Announced) -> Any:

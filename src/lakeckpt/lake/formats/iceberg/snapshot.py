@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from pyiceberg.table import Table
+from pyiceberg.table.snapshots import Operation, Snapshot
 
 from lakeckpt.errors import LakeckptError, TableError, TableVersionGone, one_line
 from lakeckpt.lake.formats.iceberg.equality_deletes import rows_deleted_by_value
@@ -21,16 +22,21 @@ from lakeckpt.lake.formats.iceberg.plan import PlannedFile, plan_files
 from lakeckpt.lake.formats.iceberg.position_deletes import deleted_rows
 from lakeckpt.lake.formats.iceberg.schema import arrow_schema, arrow_value, column_mapping
 from lakeckpt.lake.formats.iceberg.source import Chosen, choose_snapshot, load
-from lakeckpt.lake.formats.model import PinnedFile, PinnedFiles
+from lakeckpt.lake.formats.model import Change, ChangeKind, PinnedFile, PinnedFiles
 from lakeckpt.lake.storage.base import redact_uri
 from lakeckpt.lake.table.deletes import Int64Array
 from lakeckpt.lake.table.listing import common_root, paths_below
 from lakeckpt.lake.table.version import TableVersion
 
-__all__ = ["pin"]
+__all__ = ["changes", "pin"]
 
 _NO_SNAPSHOT = "-1"
 """The format's own name for the version of a table that has no snapshot yet."""
+_KINDS: dict[Operation, ChangeKind] = {
+    Operation.APPEND: "append",
+    Operation.REPLACE: "compact",
+    Operation.DELETE: "delete",
+}
 
 
 def pin(
@@ -77,6 +83,27 @@ def pin(
         storage_options=options,
         constants_where_absent=True,
     )
+
+
+def changes(source: object, *, since: str, storage_options: Mapping[str, Any] | None, threads: int) -> list[Change]:
+    """Return the snapshots after ``since`` (`library.changes`): the ancestors of the current one."""
+    table = load(source, storage_options=storage_options)
+    snapshot, found = table.metadata.current_snapshot(), []
+    while snapshot is not None and str(snapshot.snapshot_id) != since:
+        found.append(Change(version=str(snapshot.snapshot_id), kind=_kind(snapshot)))
+        parent = snapshot.parent_snapshot_id
+        snapshot = None if parent is None else table.metadata.snapshot_by_id(parent)
+        if snapshot is None and (parent is not None or since != _NO_SNAPSHOT):
+            raise TableVersionGone(
+                f"snapshot {since} of the Iceberg table {_name(table)!r} is no ancestor of its current one that the "
+                "metadata know: it was expired, or the table was rolled back. What was added since is not known; "
+                "expire fewer snapshots, or begin a new run"
+            )
+    return found[::-1]
+
+
+def _kind(snapshot: Snapshot) -> ChangeKind:
+    return "rewrite" if snapshot.summary is None else _KINDS.get(snapshot.summary.operation, "rewrite")
 
 
 def _version(table: Table, chosen: Chosen) -> TableVersion:
