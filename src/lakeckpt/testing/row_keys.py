@@ -119,12 +119,7 @@ class RowKeys:
 
 
 def _check_packed(dataset: LakeDataset, key: Key) -> None:
-    """Refuse keys that say nothing of tokens, and sequences that no number names."""
-    if dataset.yields_many:
-        raise ConfigError(
-            'sequences of documents="whole" are counted by no law here: count the tokens of batches, '
-            "batch['tokens'][batch['loss_mask']], over restarts of your own"
-        )
+    """Refuse keys that say nothing of tokens."""
     if isinstance(key, str):
         raise ConfigError(
             f"key={key!r} tells rows apart, and this loader gives packed sequences, whose tokens are counted: leave "
