@@ -229,6 +229,11 @@ def test_another_packing_is_refused_by_name(folder: Path) -> None:
             loader_of(folder, **other).load_state_dict(state)
         with pytest.raises(StateMismatch, match="selection: "):
             loader_of(folder, **other).load_state_dict(state)
+    odd, even = ([("id", "in", list(range(first, len(LENGTHS), 2)))] for first in (1, 0))
+    filtered = loader_of(folder, filters=odd)
+    some(filtered, 1)
+    with pytest.raises(StateMismatch, match="selection: "):
+        loader_of(folder, filters=even).load_state_dict(filtered.state_dict())
     cut = LakeLoader(pack(LakeDataset(folder, batch_size=2), length=LENGTH))
     with pytest.raises(StateError, match="format"):
         cut.load_state_dict(state)
