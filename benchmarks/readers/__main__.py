@@ -14,22 +14,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.readers.measuring import exactness, prepare, resumes, speeds
 from benchmarks.readers.plan import exact_cases, resume_cases, speed_cases
 from benchmarks.readers.publish import publish, show
-from benchmarks.readers.registry import READERS
+from benchmarks.readers.registry import ENTRIES, READERS, STREAMS, Entry
 from benchmarks.readers.runner import ROOT, Runner
+from benchmarks.readers.streams.measuring import streams
+from benchmarks.readers.streams.plan import jobs
 from benchmarks.readers.tables import DATA, make
 
 SPEED_TABLES = ("tabular", "tokens", "images")
-PARTS = ("speed", "resume", "exact")
+PARTS = ("speed", "resume", "exact", "streams")
 ENVIRONMENTS = ("peers", "older")
 CONVERTED_ROWS = 200_000
 RESUME_ROWS = 100_000
+TALLIED_ROWS = 16_384
+STREAM_SECONDS = 3
+"""Mixtures hold many windows: they are read for so many times as long as rows are."""
 
 
 def _arguments() -> argparse.Namespace:
@@ -38,7 +43,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, help="of the data sets (1: 8 M, 400 k, 20 k rows; default 0.5)")
     parser.add_argument("--repetitions", type=int, help="default 3")
     parser.add_argument("--seconds", type=float, help="to read for after the first batch; default 1")
-    parser.add_argument("--readers", nargs="+", choices=list(READERS), default=list(READERS), metavar="READER")
+    parser.add_argument("--readers", nargs="+", choices=list(ENTRIES), default=list(ENTRIES), metavar="READER")
     parser.add_argument("--tables", nargs="+", choices=SPEED_TABLES)
     parser.add_argument("--parts", nargs="+", choices=PARTS)
     parser.add_argument("--minutes", type=float, default=1e6, help="stop then, and keep what was measured")
@@ -53,7 +58,7 @@ def _arguments() -> argparse.Namespace:
         "repetitions": (1, 3),
         "seconds": (0.5, 1.0),
         "tables": (["tabular", "tokens"], list(SPEED_TABLES)),
-        "parts": (["speed", "exact"], list(PARTS)),
+        "parts": (["speed", "exact", "streams"], list(PARTS)),
         "out": (Path("bench-out"), ROOT / "docs/benchmarks" if whole else Path("bench-out")),
     }
     for name, (quick, full) in defaults.items():
@@ -70,6 +75,11 @@ def _pythons(folder: Path) -> dict[str, str]:
         if python.exists():
             found[name] = str(python)
     return found
+
+
+def _of_parts(parts: Sequence[str]) -> dict[str, Entry]:
+    """The readers that take part in ``parts``."""
+    return {**(READERS if set(parts) - {"streams"} else {}), **(STREAMS if "streams" in parts else {})}
 
 
 def _machine() -> str:
@@ -104,9 +114,10 @@ def main() -> None:
         print(f"[{time.monotonic() - began:6.0f} s] {text}", flush=True)
 
     runner = Runner(_pythons(arguments.environments.absolute()), timeout_s=arguments.timeout)
-    versions = {name: runner.version(name) for name in arguments.readers if runner.can(name)}
-    readers = [name for name in arguments.readers if versions.get(name)]
-    for name in arguments.readers:
+    asked = [name for name in arguments.readers if name in _of_parts(arguments.parts)]
+    versions = {name: runner.version(name) for name in asked if runner.can(name)}
+    readers = [name for name in asked if versions.get(name)]
+    for name in asked:
         if name not in readers:
             say(f"left out, not installed: {name}")
     results: dict[str, Any] = {"versions": versions}
@@ -128,6 +139,8 @@ def main() -> None:
         "took": f"{(time.monotonic() - began) / 60:.0f} minutes",
     }
     results["about"] = dict.fromkeys(arguments.parts, about)
+    if "streams" in arguments.parts:
+        results["about"]["streams"] = {**about, "seconds of reading each": STREAM_SECONDS * arguments.seconds}
     show(results)
     publish(arguments.out, results)
     say(f"written to {arguments.out}")
@@ -146,6 +159,8 @@ def _measure(
         if time.monotonic() > until:
             raise KeyboardInterrupt
 
+    of_streams = [name for name in readers if name in STREAMS]
+    readers = [name for name in readers if name in READERS]
     if "exact" in arguments.parts:
         names = ("resume-odd",) if arguments.quick else ("resume-odd", "resume")
         tables = [make(name, 1, arguments.data) for name in names]
@@ -169,6 +184,13 @@ def _measure(
             _warm(table.folder)
         prepare(runner, cases, say)
         collect("speed", speeds(runner, cases, arguments.repetitions, arguments.seconds, in_time))
+    if "streams" in arguments.parts:
+        table = make("tokens", arguments.scale, arguments.data)
+        small = make("tokens", arguments.scale, arguments.data, at_most=TALLIED_ROWS)
+        every = list(jobs(table, small, of_streams, STREAM_SECONDS * arguments.seconds))
+        _warm(table.folder)
+        prepare(runner, [job.case for job in every], say)
+        collect("streams", streams(runner, every, arguments.repetitions, in_time))
 
 
 if __name__ == "__main__":

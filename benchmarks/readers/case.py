@@ -29,9 +29,15 @@ class Case:
     seed: int = 7
     rank: int = 0
     world_size: int = 1
+    length: int = 0
+    """Documents are packed into sequences of so many tokens, which ``batch_size`` counts; 0: rows as they are."""
+    sources: int = 0
+    """So many tables are mixed, without an end (`benchmarks.readers.streams.sources`); 0: this one, by epochs."""
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.batch_size < 1 or self.workers < 0 or not 0 <= self.rank < self.world_size:
+            raise ValueError(f"not a case: {asdict(self)}")
+        if self.length < 0 or self.sources < 0:
             raise ValueError(f"not a case: {asdict(self)}")
 
     @property
@@ -48,7 +54,8 @@ class Case:
     def name(self) -> str:
         """How the case is called in logs."""
         order = "shuffled" if self.shuffle else "in order"
-        return f"{self.table}, batch {self.batch_size}, {self.reader}, {self.workers} workers, {order}"
+        stream = f", sequences of {self.length}" * bool(self.length) + f", {self.sources} sources" * bool(self.sources)
+        return f"{self.table}, batch {self.batch_size}, {self.reader}, {self.workers} workers, {order}{stream}"
 
     def to_json(self) -> str:
         """The case as JSON."""

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.readers.case import Case
 from benchmarks.readers.counting import count
 from benchmarks.readers.plan import Topology
-from benchmarks.readers.registry import READERS
+from benchmarks.readers.registry import ENTRIES, READERS
 from benchmarks.readers.runner import Failed, Runner
 from benchmarks.readers.summary import median_rate
 
@@ -39,7 +39,7 @@ def prepare(runner: Runner, cases: Sequence[Case], say: Say) -> list[Found]:
     """Convert what must be converted, once; return the failures."""
     failed, done = [], set()
     for case in cases:
-        if READERS[case.reader].prepares and (case.reader, case.folder) not in done:
+        if ENTRIES[case.reader].prepares and (case.reader, case.folder) not in done:
             done.add((case.reader, case.folder))
             say(f"preparing {case.table} for {case.reader}")
             try:

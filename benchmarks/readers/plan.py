@@ -42,7 +42,7 @@ TRANSITIONS = (
 
 
 def case_of(reader: str, table: DataSet, *, batch_size: int | None = None, workers: int = 0, shuffle: bool = False,
-            rank: int = 0, world_size: int = 1) -> Case:  # fmt: skip
+            rank: int = 0, world_size: int = 1, length: int = 0, sources: int = 0) -> Case:  # fmt: skip
     """The case of ``reader`` over ``table``."""
     return Case(
         reader=reader,
@@ -55,6 +55,8 @@ def case_of(reader: str, table: DataSet, *, batch_size: int | None = None, worke
         shuffle=shuffle,
         rank=rank,
         world_size=world_size,
+        length=length,
+        sources=sources,
     )
 
 

@@ -1,9 +1,11 @@
-"""What does one measured process do?  One task, of three kinds.
+"""What does one measured process do?  One task, of five kinds.
 
 ======== =============================================================================================================
 speed    read epoch after epoch for some seconds after the first batch
 save     read part of an epoch, and save the state at some batches of it
 resume   load a state, and read the rest of the epoch (or only its first batch)
+flow     read packed sequences or a mixture for some seconds, and count tokens (`benchmarks.readers.streams.flow`)
+tally    read an epoch of packed sequences, and count every token by its value
 ======== =============================================================================================================
 
 A process of its own for each (`benchmarks.readers.starter`): nothing is warm but the page cache and the imports. What
@@ -29,8 +31,9 @@ import torch
 from benchmarks.readers.case import Case
 from benchmarks.readers.counting import count
 from benchmarks.readers.memory import pss
-from benchmarks.readers.reader import NoState, Reader
-from benchmarks.readers.registry import READERS
+from benchmarks.readers.reader import Batch, NoState, Reader
+from benchmarks.readers.registry import ENTRIES
+from benchmarks.readers.streams.flow import flow, tally
 
 __all__ = ["resume", "run", "save", "speed"]
 
@@ -50,7 +53,7 @@ def speed(make: Callable[[], Reader], case: Case, seconds: float, clock: Clock =
         ids = []
         for batch in reader.batches():
             now = clock()
-            ids.append(batch["row"].numpy().copy())  # type: ignore[union-attr]
+            ids.append(_ids(batch))
             rows += len(ids[-1])
             batches += 1
             if not first:
@@ -78,6 +81,12 @@ def speed(make: Callable[[], Reader], case: Case, seconds: float, clock: Clock =
     }
 
 
+def _ids(batch: Batch) -> np.ndarray[Any, Any]:
+    """The ids of a batch's rows; packed sequences have none."""
+    found: Any = batch.get("row")
+    return np.empty(0, np.int64) if found is None else found.numpy().copy()
+
+
 def save(
     make: Callable[[], Reader], at: dict[str, int], keep: Callable[[str, Any], None]
 ) -> tuple[dict[str, Any], np.ndarray[Any, Any]]:
@@ -89,7 +98,7 @@ def save(
     for name, batches in at.items():
         places.setdefault(batches, []).append(name)
     for batch in reader.batches():
-        ids.append(batch["row"].numpy().copy())  # type: ignore[union-attr]
+        ids.append(_ids(batch))
         done += 1
         for name in places.pop(done, ()):
             state = reader.state()
@@ -112,7 +121,7 @@ def resume(
         reader.load(state)
     for batch in reader.batches():
         first = first or clock()
-        ids.append(batch["row"].numpy().copy())  # type: ignore[union-attr]
+        ids.append(_ids(batch))
         if not whole:
             break
     return {"first_batch_s": first - begin}, np.concatenate([np.empty(0, np.int64), *ids])
@@ -129,7 +138,7 @@ def _load(path: Path) -> Any:
 
 
 def _do(task: dict[str, Any], case: Case, out: Path) -> dict[str, Any]:
-    kind = READERS[case.reader].load()
+    kind = ENTRIES[case.reader].load()
     for module in kind.modules:
         importlib.import_module(module)
     kind.prepare(case)
@@ -138,6 +147,10 @@ def _do(task: dict[str, Any], case: Case, out: Path) -> dict[str, Any]:
     _join_ranks(case)
     if task["do"] == "speed":
         return speed(lambda: kind(case), case, task["seconds"])
+    if task["do"] == "flow":
+        return flow(lambda: kind(case), task["seconds"], at_least=task["at_least"])  # type: ignore[arg-type, return-value]
+    if task["do"] == "tally":
+        return tally(lambda: kind(case), case)  # type: ignore[arg-type, return-value]
     if task["do"] == "save":
         folder = Path(task["states"])
         found, ids = save(lambda: kind(case), task["at"], lambda name, state: torch.save(state, folder / name))

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from benchmarks.readers.pictures import draw
 from benchmarks.readers.plan import TRANSITIONS
-from benchmarks.readers.registry import READERS
+from benchmarks.readers.registry import ENTRIES, READERS
+from benchmarks.readers.streams.summary import stream_grids
 from benchmarks.readers.summary import Grid, grids
 
 __all__ = ["publish", "show"]
@@ -22,7 +23,7 @@ __all__ = ["publish", "show"]
 def show(results: dict[str, Any]) -> None:
     """Print every table."""
     console = Console(width=max(Console().width, 190))
-    for grid in grids(results):
+    for grid in _all_grids(results):
         table = Table(title=grid.title, title_justify="left")
         for number, column in enumerate(grid.columns):
             table.add_column(column, justify="left" if number < 3 else "right")
@@ -31,10 +32,15 @@ def show(results: dict[str, Any]) -> None:
         console.print(table)
 
 
+def _all_grids(results: dict[str, Any]) -> list[Grid]:
+    return [*grids(results), *stream_grids(results.get("streams", ()))]
+
+
 def publish(folder: Path, results: dict[str, Any]) -> None:
     """Write ``readers.json``, a picture for each data set, and ``readers-results.md``.
 
-    Parts (speed, resume, exact) that were not measured this time are kept as they were; each says what it is of.
+    Parts (speed, resume, exact, streams) that were not measured this time are kept as they were; each says what it
+    is of.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "readers.json"
@@ -44,7 +50,7 @@ def publish(folder: Path, results: dict[str, Any]) -> None:
         found = {_key(one): one for one in (*old.get("exact", ()), *results["exact"])}
         merged["exact"] = sorted(found.values(), key=_order)
     results = {**old, **results, **merged}
-    for part in ("speed", "resume", "exact"):
+    for part in ("speed", "resume", "exact", "streams"):
         for one in results.get(part, ()):
             one["case"]["folder"] = Path(one["case"]["folder"]).name  # where it lay is nobody's business
     path.write_text(json.dumps(results, indent=1) + "\n")
@@ -76,7 +82,7 @@ def _page(results: dict[str, Any], pictures: Sequence[Path]) -> str:
         "[readers.md](readers.md). Everything, with every repetition: [readers.json](readers.json).\n",
         *(_about(part, about) for part, about in results["about"].items()),
         *(f"![{path.stem}]({path.name})\n" for path in pictures),
-        *(_markdown(grid) for grid in grids(results)),
+        *(_markdown(grid) for grid in _all_grids(results)),
         _remarks(results),
     ]
     return "\n".join(parts)
@@ -101,7 +107,7 @@ def _remarks(results: dict[str, Any]) -> str:
     versions = results["versions"]
     lines = ["## The readers\n", "| reader | version | what it reads | remarks |", "| --- | --- | --- | --- |"]
     words = {"ours": "Parquet", "limit": "Parquet", "parquet": "Parquet", "converted": "its own format, converted"}
-    for name, entry in READERS.items():
+    for name, entry in ENTRIES.items():
         version = versions.get(name) or "not installed"
         lines.append(f"| {entry.label} | {entry.package} {version} | {words[entry.kind]} | {entry.why} |")
     return "\n".join([*lines, ""])

@@ -1,4 +1,7 @@
-"""Which readers are there, where is each installed, and in which ways is it measured?"""
+"""Which readers are there, where is each installed, and in which ways is it measured?
+
+`READERS` deliver the rows of a table, `STREAMS` packed sequences and mixtures (`benchmarks.readers.streams`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Literal
 
 from benchmarks.readers.reader import Reader
 
-__all__ = ["READERS", "Entry"]
+__all__ = ["ENTRIES", "READERS", "STREAMS", "Entry"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,3 +123,42 @@ READERS: dict[str, Entry] = {
         why="shuffled: whole batches, unless by workers, which take row by row; no state",
     ),
 }  # fmt: skip
+
+STREAMS: dict[str, Entry] = {
+    "stream-lakeckpt": Entry(
+        label="lakeckpt", place="streams.lake:Lake", package="lakeckpt", kind="ours", resumes=True,
+        why="packs as it reads; with the tokens come positions, numbers of documents and a loss mask; any topology",
+    ),
+    "stream-bare": Entry(
+        label="pyarrow and numpy", place="streams.bare:Bare", package="pyarrow", kind="limit", orders=(False,),
+        why="concatenates and cuts the values of row groups in order; tokens only; no mixture, no state: a limit",
+    ),
+    "stream-grain": Entry(
+        label="grain, ConcatThenSplit", place="streams.grain_streams:Grain", package="grain", kind="parquet",
+        no_fork=True, cleans_up=True,
+        why="packs as it reads; with the tokens come positions and numbers of documents; its state fits one topology",
+    ),
+    "stream-hf": Entry(
+        label="HF datasets, Arrow, wrapped", place="streams.hf:Wrapped", package="datasets", kind="parquet",
+        why="TRL's packing by offsets: one short sequence for each 1,000 documents; tokens only; its state loses what "
+        "lies in buffers",
+    ),
+    "stream-hf-lists": Entry(
+        label="HF datasets, group_texts", place="streams.hf:GroupTexts", package="datasets", kind="parquet",
+        why="the packing of the run_clm example, by lists: the rest of each 1,000 documents is dropped; tokens only",
+    ),
+    "stream-mosaic": Entry(
+        label="MosaicML streaming, documents", place="streams.mosaic:Documents", package="mosaicml-streaming",
+        kind="converted", environment="older", prepares=True, cleans_up=True,
+        why="documents converted to MDS, packed by a generator over StreamingDataset; tokens only; its state does not "
+        "know what the generator holds",
+    ),
+    "stream-mosaic-cut": Entry(
+        label="MosaicML streaming, sequences", place="streams.mosaic:Sequences", package="mosaicml-streaming",
+        kind="converted", environment="older", prepares=True, cleans_up=True,
+        why="packed at the conversion, as LLM Foundry's ConcatTokensDataset does: one length and one order of "
+        "documents for ever, the rest of each table is dropped; reading is reading rows",
+    ),
+}  # fmt: skip
+
+ENTRIES = {**READERS, **STREAMS}

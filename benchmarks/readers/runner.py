@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.readers.case import Case
 from benchmarks.readers.memory import MemoryWatch, descendants
-from benchmarks.readers.registry import READERS
+from benchmarks.readers.registry import ENTRIES
 
 __all__ = ["Failed", "Runner", "Starter"]
 
@@ -54,11 +54,11 @@ class Runner:
 
     def can(self, reader: str) -> bool:
         """Whether the reader's environment is there."""
-        return READERS[reader].environment in self._pythons
+        return ENTRIES[reader].environment in self._pythons
 
     def version(self, reader: str) -> str:
         """The version of the package that is measured; "" where it is not installed. Ours is that of this tree."""
-        entry = READERS[reader]
+        entry = ENTRIES[reader]
         if entry.kind == "ours":
             import lakeckpt
 
@@ -108,7 +108,7 @@ class Runner:
 
     def _starter(self, reader: str) -> Starter:
         if reader not in self._starters:
-            self._starters[reader] = Starter(self._pythons[READERS[reader].environment], reader, self._folder)
+            self._starters[reader] = Starter(self._pythons[ENTRIES[reader].environment], reader, self._folder)
         return self._starters[reader]
 
 

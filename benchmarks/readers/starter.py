@@ -23,13 +23,13 @@ from typing import Any, NoReturn
 
 from benchmarks.readers.case import Case
 from benchmarks.readers.process import run
-from benchmarks.readers.registry import READERS
+from benchmarks.readers.registry import ENTRIES
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    entry = READERS[sys.argv[1]]
+    entry = ENTRIES[sys.argv[1]]
     kind = entry.load()
     for module in () if entry.no_fork else kind.modules:
         importlib.import_module(module)
@@ -66,7 +66,7 @@ def _child(order: dict[str, Any]) -> NoReturn:
         os.dup2(source, target)
     case = Case.from_json(order["case"])
     run(order["task"], case, Path(order["out"]))
-    if READERS[case.reader].cleans_up:
+    if ENTRIES[case.reader].cleans_up:
         sys.exit(0)
     sys.stdout.flush()
     sys.stderr.flush()

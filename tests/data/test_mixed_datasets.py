@@ -21,6 +21,7 @@ from lakeckpt.checkpoint.ledger.explain import explain
 from lakeckpt.core.plan import consumed
 from lakeckpt.core.state import ReaderState
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.testing import assert_exactly_once
 
 ROWS = {"web": 300, "code": 200, "rare": 30}
 WEIGHTS = {"web": 9.0, "code": 6.0, "rare": 1.0}
@@ -169,6 +170,37 @@ def test_a_schedule_is_the_same_in_workers_and_after_a_resume(lake: Path) -> Non
     assert {one // 1000 for batch in whole[9:] for one in batch["id"]} == {1}
 
 
+def test_pieces_of_a_schedule_that_repeat_the_weights_at_hand_change_nothing(lake: Path) -> None:
+    other = {"web": 1, "code": 1, "rare": 0}
+    repeating = [(3, WEIGHTS), (5, other), (7, other), (9, WEIGHTS), (11, WEIGHTS)]
+    whole = [rows_of(one) for one in take(loader_of(lake, schedule=[(5, other), (9, WEIGHTS)]), 14)]
+    for workers in (0, 2):
+        assert [rows_of(one) for one in take(loader_of(lake, workers=workers, schedule=repeating), 14)] == whole
+    for stop in (4, 8, 12):
+        first, second = (loader_of(lake, schedule=repeating) for _ in range(2))
+        take(first, stop)
+        second.load_state_dict(first.state_dict())
+        assert [rows_of(one) for one in take(second, 14 - stop)] == whole[stop:]
+    loader = loader_of(lake, schedule=[(8, other)])
+    take(loader, 4)
+    loader.set_weights(other)
+    assert len(take(loader, 6)) == 6
+
+
+@pytest.mark.parametrize(("num_lanes", "is_empty"), [(24, False), (48, True)])
+def test_a_source_that_is_too_small_for_its_lanes_is_through_at_once(
+    lake: Path, num_lanes: int, is_empty: bool
+) -> None:
+    given = {"granularity": "batch", "weights": {"web": 6, "code": 1, "rare": 9}}
+    loader = loader_of(lake, exhausted="continue", num_lanes=num_lanes, **given)
+    found = ids_of(list(loader))
+    assert is_empty == (not found)
+    assert not {one for one in found if one >= 2000}
+    check_consumed(loader.state_dict(), found)
+    loader.set_weights({"web": 0, "code": 0, "rare": 1})
+    assert list(loader) == []
+
+
 @pytest.mark.parametrize("exhausted", ["stop", "continue"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_mixture_of_one_epoch_ends(lake: Path, exhausted: str, workers: int) -> None:
@@ -315,6 +347,68 @@ def test_states_of_others_are_refused(lake: Path) -> None:
     assert other.state_dict()["sources"]["web"]["step"] == 0
     with pytest.raises(errors.ConfigError, match="this loader reads one dataset"):
         LakeLoader(sources_of(lake)["web"]).set_weights({"web": 1})
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "differs"),
+    [
+        (["web", "rare", "code"], {}, "the number of source '(code|rare)': [12] in this mixture, [12] in the state"),
+        (list(ROWS), {"seed": 2}, "seed: 2 in this mixture, 1 in the state"),
+        (list(ROWS), {"granularity": "batch"}, "granularity: 'batch' in this mixture, 'row' in the state"),
+    ],
+)
+def test_a_run_goes_on_with_the_mixture_that_it_began_with(
+    lake: Path, tmp_path: Path, names: list[str], given: dict[str, Any], differs: str
+) -> None:
+    loader = loader_of(lake)
+    with CheckpointManager(tmp_path / "run", {"reader": loader}) as manager:
+        manager.restore()
+        for batch in take(loader, 3):
+            manager.step(batch)
+    sources = sources_of(lake)
+    other = LakeLoader(mixed({name: sources[name] for name in names}, num_lanes=12, **given))
+    with pytest.raises(errors.StateMismatch, match=differs):
+        other.load_state_dict(loader.state_dict())
+    manager = CheckpointManager(tmp_path / "run", {"reader": other})
+    with pytest.raises(errors.LakeckptError, match=differs):
+        manager.restore()
+    manager.close()
+
+
+def test_what_transforms_return_is_refused_where_it_makes_no_rows_of_one_batch(lake: Path) -> None:
+    def refused_of(transform: Any, match: str, columns: tuple[str, ...] = ("id",), **given: Any) -> None:
+        code = LakeDataset(lake / "code", batch_size=8, columns=columns)
+        web = LakeDataset(lake / "web", batch_size=8, columns=columns, transform=transform)
+        with pytest.raises(errors.SchemaError, match=match):
+            take(LakeLoader(mix({"web": (web, 1), "code": (code, 1)}, **given)), 2)
+
+    for columns in (("id",), ("text",), ("tokens",)):
+        refused_of(lambda batch: {name: one[:1] for name, one in batch.items()}, r"are of \[1, 4\] rows", columns)
+    refused_of(lambda batch: {"id": 7}, "column 'id' of the sources")
+    refused_of(lambda batch: [batch["id"]], "transform of source 'web' returned a list")
+    refused_of(lambda batch: dict(batch), "source_column='id' adds a column", source_column="id")
+
+
+def test_transforms_may_give_dicts_and_types_that_numpy_does_not_have(lake: Path) -> None:
+    def halved(batch: Any) -> Any:
+        return {"x": {"half": batch["id"].to(torch.bfloat16) / 2}, "id": batch["id"]}
+
+    def other(batch: Any) -> Any:
+        return {"x": {"full": batch["id"].to(torch.bfloat16)}, "id": batch["id"]}
+
+    web, code, unlike = (
+        LakeDataset(lake / name, batch_size=8, columns=["id"], transform=transform)
+        for name, transform in (("web", halved), ("code", halved), ("code", other))
+    )
+    for batch in take(LakeLoader(mix({"web": (web, 1), "code": (code, 1)})), 4):
+        assert torch.equal(batch["x"]["half"], batch["id"].to(torch.bfloat16) / 2)
+    with pytest.raises(errors.SchemaError, match="column 'x' of the sources 'web', 'code' are dict"):
+        take(LakeLoader(mix({"web": (web, 1), "code": (unlike, 1)})), 1)
+
+
+def test_the_law_as_a_call_is_of_one_dataset(lake: Path) -> None:
+    with pytest.raises(errors.ConfigError, match="got one of a mixture: check each source by itself"):
+        assert_exactly_once(lambda rank, world_size, workers: loader_of(lake, rank, world_size, workers=workers))
 
 
 def test_other_loaders_workers_are_refused(lake: Path) -> None:

@@ -154,20 +154,27 @@ def test_a_job_killed_in_its_first_epoch_goes_on_with_one_rank_less_and_a_worker
     assert audit(open_storage(str(job.run))).verdict == "proved"
 
 
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    """Documents of unique tokens, some of them empty: 19 row groups in two files."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    generator, done = np.random.default_rng(7), 0
-    for number, documents in enumerate((120, 66)):
+def write_texts(folder: Path, files: tuple[int, ...], first: int = 0) -> int:
+    """Write ``files`` of so many documents, some of them empty, of unique tokens from ``first`` on; one past the last.
+
+    Row groups are of 10 documents.
+    """
+    folder.mkdir(parents=True)
+    generator, done = np.random.default_rng(7), first
+    for number, documents in enumerate(files):
         lengths = generator.integers(0, 90, documents) * (generator.random(documents) < 0.9)
         ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         tokens = pa.ListArray.from_arrays(pa.array(ends), pa.array(np.arange(done, done + ends[-1], dtype=np.int32)))
         pq.write_table(pa.table({"tokens": tokens}), folder / f"{number}.parquet", row_group_size=10)
         done += int(ends[-1])
-    assert done == TOKENS
-    return folder
+    return done
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """Documents of unique tokens, some of them empty: 19 row groups in two files."""
+    assert write_texts(tmp_path / "texts", (120, 66)) == TOKENS
+    return tmp_path / "texts"
 
 
 @pytest.mark.parametrize(
@@ -189,3 +196,61 @@ def test_every_token_counts_once_an_epoch_in_a_packed_job_that_is_killed(
     assert set(counts) == {(epoch, token) for epoch in range(epochs) for token in range(TOKENS)}
     assert set(counts.values()) == {1}
     assert audit(open_storage(str(job.run))).verdict == "proved"
+
+
+LENGTH = 16
+"""Tokens of a sequence of the packed mixture."""
+
+
+def complete_epochs(counts: Counter[tuple[int, int]], tokens: range) -> int:
+    """Check that every token of a packed source counts once in each complete epoch, and return their number.
+
+    The last sequence of an epoch is filled with the first tokens of the next one, fewer than `LENGTH`. So after e
+    complete epochs all tokens have counted e times, but for so many, which have counted once more.
+    """
+    mine = {one: count for one, count in counts.items() if one[1] in tokens}
+    sofar, complete, last = Counter[int](), 0, max(epoch for epoch, _ in mine)
+    for epoch in range(last + 1):
+        sofar.update({token: count for (one, token), count in mine.items() if one == epoch})
+        sequences, rest = divmod(sofar.total(), LENGTH)
+        assert rest == 0, "no sequence is split"
+        assert max(sofar.values()) <= epoch + 2
+        if sequences < -(-(epoch + 1) * len(tokens) // LENGTH):
+            break
+        begun = [token for token in tokens if sofar[token] != epoch + 1]
+        assert len(begun) == sofar.total() - (epoch + 1) * len(tokens) < LENGTH
+        assert all(sofar[token] == epoch + 2 for token in begun)
+        complete += 1
+    # Lanes never drift more than one sequence apart, so an epoch is complete before the one after the next begins.
+    assert complete >= last - 1
+    assert all(count == 1 for (epoch, _), count in mine.items() if epoch > complete)
+    return complete
+
+
+@pytest.mark.parametrize(
+    ("topologies", "steps"),
+    [
+        ([(2, 0), (1, 1)], 40),
+        pytest.param([(2, 1), (3, 0), (1, 2), (2, 2), (4, 0), (3, 1)], 90, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_every_token_of_every_source_counts_once_an_epoch_in_a_packed_mixture_that_is_killed(
+    topologies: list[tuple[int, int]], steps: int, tmp_path: Path
+) -> None:
+    """Its weights change twice in mid-run."""
+    lake = tmp_path / "lake"
+    code = range(write_texts(lake / "code", (24, 9)))
+    web = range(code.stop, write_texts(lake / "web", (48, 17), code.stop))
+    options = ["--mix", "--shuffle", "--pack", str(LENGTH), "--batch-size", "8", "--every", "2"]
+    job = Job(tmp_path / "job", lake, options)
+    *killed, last = history(steps, topologies)
+    for attempt in killed:
+        job.attempt(attempt)
+    job.attempt(Attempt(ranks=last.ranks, workers=last.workers, options=("--steps", str(steps))))
+    counts = job.surviving_rows()
+    assert min(complete_epochs(counts, code), complete_epochs(counts, web)) >= 1
+    assert {token for _, token in counts} == {*code, *web}
+    report = audit(open_storage(str(job.run)))
+    assert {one.name: one.findings for one in report.readers} == {"reader.code": (), "reader.web": ()}
+    assert report.verdict == "proved", report

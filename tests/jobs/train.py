@@ -40,6 +40,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pack", type=int, help="tokens of a sequence; documents are read then, not rows")
     parser.add_argument("--many", action="store_true")
     parser.add_argument("--capture-every", type=int)
+    parser.add_argument("--mix", action="store_true", help="mix the tables that the table's folder holds")
     return parser.parse_args()
 
 
@@ -49,12 +50,48 @@ def yielded(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"id": int(row["id"]) * 4 + part, "x": row["x"]}
 
 
+WEIGHTS = ((0, (3.0, 1.0)), (6, (1.0, 1.0)), (14, (1.0, 3.0)))
+"""(optimizer steps done, weights of the sources by name from there on)."""
+
+
+def change_weights(loader: lakeckpt.LakeLoader, done: int) -> None:
+    """Give the sources of a mixture the weights for what comes after ``done`` steps."""
+    names, weights = loader.dataset.sources, [one for step, one in WEIGHTS if step <= done][-1]
+    loader.set_weights(dict(zip(names, weights, strict=True)))
+
+
+def epochs_of(batch: lakeckpt.Batch) -> list[int]:
+    """The epoch of each position of the batch: in a mixture, of its source."""
+    if "source" not in batch:
+        return [span.epoch for span in batch.receipt.spans for _ in range(span.rows)]
+    spans = [iter([span.epoch for span in mine for _ in range(span.rows)]) for _, mine in batch.receipt.spans]
+    numbers = batch["source"].tolist()
+    by_number = dict(zip(sorted(set(numbers)), spans, strict=True))
+    return [next(by_number[number]) for number in numbers]
+
+
 def contents(batch: lakeckpt.Batch) -> tuple[torch.Tensor, list[list[int]]]:
     """What the model gets, and the ids of each position: of its row, or the tokens of a packed sequence."""
     if "tokens" not in batch:
         return batch["x"], [[row] for row in batch["id"].tolist()]
     real = zip(batch["tokens"], batch["loss_mask"], strict=True)
     return batch["tokens"].float().mean(1), [tokens[mask].tolist() for tokens, mask in real]
+
+
+def dataset_of(args: argparse.Namespace, table: Path) -> lakeckpt.LakeDataset:
+    dataset = lakeckpt.LakeDataset(
+        table,
+        batch_size=args.batch_size,
+        columns=None if args.pack else ["id", "x"],
+        shuffle=args.shuffle,
+        seed=5,
+        options=lakeckpt.ReadOptions(num_lanes=args.num_lanes, on_new_version=args.on_new_version),
+        drop_last=args.tail == "drop",
+        endless=args.endless,
+        follow=lakeckpt.Follow(poll_every_s=0.05, stop_after_idle_s=1.0) if args.follow else False,
+        **({"transform": yielded, "rows": "many"} if args.many else {}),
+    )
+    return lakeckpt.pack(dataset, length=args.pack, labels=True) if args.pack else dataset
 
 
 def main() -> None:
@@ -68,20 +105,12 @@ def main() -> None:
     if world_size > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     optimizer = torch.optim.AdamW(model.parameters())
-    dataset = lakeckpt.LakeDataset(
-        args.table,
-        batch_size=args.batch_size,
-        columns=None if args.pack else ["id", "x"],
-        shuffle=args.shuffle,
-        seed=5,
-        options=lakeckpt.ReadOptions(num_lanes=args.num_lanes, on_new_version=args.on_new_version),
-        drop_last=args.tail == "drop",
-        endless=args.endless,
-        follow=lakeckpt.Follow(poll_every_s=0.05, stop_after_idle_s=1.0) if args.follow else False,
-        **({"transform": yielded, "rows": "many"} if args.many else {}),
-    )
-    if args.pack:
-        dataset = lakeckpt.pack(dataset, length=args.pack, labels=True)
+    if args.mix:
+        tables = sorted(one for one in Path(args.table).iterdir())
+        sources = {one.name: (dataset_of(args, one), 1) for one in tables}
+        dataset = lakeckpt.mix(sources, seed=3, num_lanes=args.num_lanes, source_column="source")
+    else:
+        dataset = dataset_of(args, Path(args.table))
     loader = lakeckpt.LakeLoader(dataset, num_workers=args.workers)
     state = {"model": model, "optimizer": optimizer, "reader": loader}
     notes = Path(args.notes) / f"{args.attempt:03d}-{rank}.jsonl"
@@ -91,16 +120,18 @@ def main() -> None:
     with notes.open("a") as file, lakeckpt.CheckpointManager(args.run, state, **options) as manager:
         done = manager.restore()
         print(json.dumps({"restored": done}), file=file, flush=True)
+        if args.mix:
+            change_weights(loader, done)
         used: list[tuple[int, int]] = []  # (epoch, id)
         batches = 0
-        for _ in range(1) if args.follow else range(loader.epoch, 1 if args.endless else args.epochs):
+        once = args.follow or args.endless or args.mix
+        for _ in range(1) if once else range(loader.epoch, args.epochs):
             for batch in loader:
                 inputs, ids = contents(batch)
                 rows = len(ids)
                 outputs = model.eval()(inputs[:, None]) if rows < 2 else model.train()(inputs[:, None])
                 (outputs.sum() / max(1, rows) * batch.receipt.weight).backward()
-                epochs = [span.epoch for span in batch.receipt.spans for _ in range(span.rows)]
-                epochs = [batch.receipt.epoch] * rows if args.many else epochs
+                epochs = [batch.receipt.epoch] * rows if args.many else epochs_of(batch)
                 used += [(epoch, one) for epoch, mine in zip(epochs, ids, strict=True) for one in mine]
                 batches += 1
                 if batches % args.accumulate:
@@ -111,6 +142,8 @@ def main() -> None:
                 print(json.dumps({"step": done, "ids": used}), file=file, flush=True)
                 used = []
                 manager.step(batch)
+                if args.mix and done in dict(WEIGHTS):
+                    change_weights(loader, done)
                 if done >= args.steps:
                     break
         print(json.dumps({"finished": done}), file=file, flush=True)

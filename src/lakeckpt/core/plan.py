@@ -34,6 +34,7 @@ __all__ = [
     "consumption",
     "deals",
     "fit_lanes",
+    "is_start",
     "rebase",
     "replan",
     "start",
@@ -88,6 +89,11 @@ def start(
         micro_batch=0, step=0, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size, share=share
     )
     return ReaderState(identity=identity, epoch=epoch, segments=(first,), step=0)
+
+
+def is_start(state: ReaderState) -> bool:
+    """Return whether nothing of the epoch of ``state`` was read."""
+    return state.step == 0 and state.base is None and len(state.segments) == 1
 
 
 class Plan:

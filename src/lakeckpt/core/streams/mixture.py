@@ -220,7 +220,9 @@ class MixedPlan:
     @cached_property
     def change(self) -> tuple[int, tuple[int, ...] | None] | None:
         """(step, weights from this step on; None: the mixture ends), where the segment at hand ends; else None."""
-        planned = [one for one in self.state.mixing.schedule if one[0] > self.segment.step]
+        at, weights = self.segment.step, self.state.weights
+        # Equal weights open no segment, so they are no change.
+        planned = [one for one in self.state.mixing.schedule if one[0] > at and one[1] != weights]
         scheduled = min(planned, default=None)
         used_up = self._used_up()
         if used_up is None or (scheduled is not None and scheduled[0] <= used_up[0]):

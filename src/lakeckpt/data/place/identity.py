@@ -8,6 +8,7 @@ to another table version. The module reads no rows itself, and starts no threads
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ import pyarrow as pa
 from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.state import Identity
+from lakeckpt.data.options import OVERRIDABLE
 from lakeckpt.data.place.selecting import Selecting
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.table.index import TableIndex
@@ -25,7 +27,7 @@ from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.packing import Packing
 from lakeckpt.reading.windows.decode import select_columns
 
-__all__ = ["Pinned", "at_version", "differing"]
+__all__ = ["Pinned", "at_version", "differing", "override_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,3 +140,9 @@ def _selections(mine: str, its: str, kept: str) -> str:
         f"{both}: this dataset, {kept}, keeps other rows than were counted for the state. The filter or the packing "
         f"changed, or another pyarrow than {pa.__version__} counted"
     )
+
+
+def override_of(differences: Sequence[str]) -> str:
+    """Return the advice to accept ``differences``; empty where one of them cannot be accepted."""
+    names = sorted({line.split(":")[0] for line in differences})
+    return f", or accept them: ReadOptions(accept_changes={names})" if OVERRIDABLE.issuperset(names) else ""

@@ -31,7 +31,7 @@ from lakeckpt.core.streams.mixture import (
 )
 from lakeckpt.data.options import check_lanes
 from lakeckpt.data.place.progress import Progress
-from lakeckpt.errors import ConfigError, StateError, StateUnavailable
+from lakeckpt.errors import ConfigError, StateError, StateMismatch, StateUnavailable
 
 __all__ = ["MixedProgress", "checked_weights"]
 
@@ -153,9 +153,9 @@ class MixedProgress:
         """Go on from ``state``; StateMismatch, without a change, where a source's state is of another order of rows."""
         undo = [one.remember() for one in self.sources]
         try:
-            for name, one, found in zip(self.mixing.names, self.sources, state.sources, strict=True):
+            for number, (name, found) in enumerate(zip(self.mixing.names, state.sources, strict=True)):
                 try:
-                    one.load(found)
+                    self.load_source(number, found)
                 except StateError as error:
                     raise type(error)(f"source {name!r} of the mixture: {error}") from error
         except StateError:
@@ -163,6 +163,14 @@ class MixedProgress:
                 go_back()
             raise
         self.changed()
+
+    def load_source(self, number: int, state: ReaderState) -> None:
+        """Go on from the state of one source, if the others go on from there, too; `changed` comes next.
+
+        StateMismatch, without a change, where its rows were mixed otherwise, or it is of another order of rows.
+        """
+        _check_mixed_alike(self.mixing, number, state)
+        self.sources[number].load(state)
 
     def read(self, plain: object) -> MixedState:
         """Return the state of which `MixedState.to_plain` made ``plain``. Raises StateError where it is none."""
@@ -214,7 +222,7 @@ class MixedProgress:
         self.last_receipt, self._receipts = receipt, {}
         plan = self.plan
         if plan.steps == receipt.step + 1 and not plan.is_last:
-            self._go_to(advanced(self.state))
+            self._go_to(self.state)
 
     def end(self, step: int) -> None:
         """Note that the iteration ended before ``step``. Raises StateUnavailable where there is more."""
@@ -235,9 +243,30 @@ class MixedProgress:
                 step += 1
 
     def _go_to(self, state: MixedState) -> None:
+        """Go on from ``state``, in the segment that is planned from there: one may end where another begins."""
+        state = advanced(state)
         for one, found in zip(self.sources, state.sources, strict=True):
             one.go_to(found)
         self._plan = None
+
+
+def _check_mixed_alike(mixing: Mixing, number: int, state: ReaderState) -> None:
+    """Refuse the state of a source that was mixed with others in another way: `mixing` would go on elsewhere in it."""
+    share = state.segment.share
+    if share is None:  # refused with the states of all sources
+        return
+    name, ways = mixing.names[number], {False: "row", True: "batch"}
+    pairs = {"seed": (mixing.seed, share.seed), "granularity": (ways[mixing.whole], ways[share.whole])}
+    if len(share.weights) == len(mixing.names):  # else a source is added, and numbers change
+        pairs[f"the number of source {name!r}"] = number, share.source
+    differ = [
+        f"{what}: {mine!r} in this mixture, {its!r} in the state" for what, (mine, its) in pairs.items() if mine != its
+    ]
+    if differ:
+        raise StateMismatch(
+            f"the state is of a source whose rows were mixed otherwise. They differ in {'; '.join(differ)}. Give "
+            "lakeckpt.mix the values of the state, and the sources in the order that they had (it numbers them from 0)"
+        )
 
 
 def checked_weights(weights: Mapping[str, Any], names: Sequence[str]) -> tuple[int, ...]:

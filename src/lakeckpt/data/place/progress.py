@@ -13,16 +13,16 @@ from dataclasses import replace
 from typing import Any
 
 from lakeckpt.core.lanes import micro_batches
-from lakeckpt.core.plan import Assignment, Plan, check_place, fit_lanes, rebase, replan, start
+from lakeckpt.core.plan import Assignment, Plan, check_place, fit_lanes, is_start, rebase, replan, start
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import MAX_EPOCH, Identity, ReaderState
-from lakeckpt.data.options import OVERRIDABLE, check_lanes
+from lakeckpt.data.options import check_lanes
 from lakeckpt.data.place.deliveries import Deliveries
-from lakeckpt.data.place.identity import Pinned, at_version, differing
+from lakeckpt.data.place.identity import Pinned, at_version, differing, override_of
 from lakeckpt.data.place.runs import Runs
 from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
 
-__all__ = ["Progress", "is_start"]
+__all__ = ["Progress"]
 
 
 class Progress:
@@ -130,10 +130,7 @@ class Progress:
         return self._start_of(state.epoch + 1, state) if self.over else state
 
     def at(self, receipt: Receipt | None) -> ReaderState:
-        """Return the state of all up to ``receipt``, or of all that was delivered.
-
-        Raises StateUnavailable for a receipt that is not one of this process's recent ones.
-        """
+        """Return the state of all up to ``receipt``, or of all that was delivered. Raises StateUnavailable."""
         return self.state if receipt is None else self.runs.at(receipt)
 
     # --- what changes the place
@@ -199,7 +196,7 @@ class Progress:
             raise StateMismatch(
                 "the reader state belongs to another order of rows than that of this dataset. They differ in "
                 + "; ".join(rejected)
-                + f". Open the dataset with the values of the state{_override(differences)}"
+                + f". Open the dataset with the values of the state{override_of(differences)}"
             )
 
     def begin_epoch(self, epoch: int) -> None:
@@ -400,14 +397,3 @@ class Progress:
 
     def _go_on(self, state: ReaderState, **topology: Any) -> ReaderState:
         return replan(state, **topology)
-
-
-def is_start(state: ReaderState) -> bool:
-    """Return whether nothing of the epoch of ``state`` was read."""
-    return state.step == 0 and state.base is None and len(state.segments) == 1
-
-
-def _override(differences: Sequence[str]) -> str:
-    """Return the advice to accept ``differences``; empty where one of them cannot be accepted."""
-    names = sorted({line.split(":")[0] for line in differences})
-    return f", or accept them: ReadOptions(accept_changes={names})" if OVERRIDABLE.issuperset(names) else ""

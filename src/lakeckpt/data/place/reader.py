@@ -154,7 +154,7 @@ class SourceReader(LoaderReader):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state`` at the next iteration, if the other sources go on from there, too."""
-        self._progress.load(ReaderState.from_plain(state))
+        self._mixed.load_source(self._source, ReaderState.from_plain(state))
         self._mixed.changed()
         self._loader._early = None
 

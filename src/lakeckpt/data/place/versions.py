@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lakeckpt.core.plan import Plan, start
+from lakeckpt.core.plan import Plan, is_start, start
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.options import Follow, ReadOptions
 from lakeckpt.data.place.broadcast import found_by_first
 from lakeckpt.data.place.following import Look, next_tranche
 from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.progress import Progress, is_start
+from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.source import BatchSource
 from lakeckpt.errors import ConfigError, DataFileChanged, SchemaError, StateMismatch, TableError, TableVersionGone
 from lakeckpt.lake.table.index import TableIndex

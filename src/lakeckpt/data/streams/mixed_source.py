@@ -56,6 +56,10 @@ class _Place(NamedTuple):
     number: int
 
 
+_NOT_NUMPY = {torch.bfloat16: torch.int16}
+"""Types of tensors that numpy does not have → types of the same width, as which their bytes are moved."""
+
+
 class MixedSource(Iterations):
     """Makes what the loop gets of the assignments of a mixture. Not safe for use by several threads.
 
@@ -111,6 +115,11 @@ class MixedSource(Iterations):
         if len(group.orders) > 1:
             found = {name: _rows_of(one, start, start + len(order)) for name, one in found.items()}
         if self._source_column is not None:
+            if self._source_column in found:
+                raise SchemaError(
+                    f"source_column={self._source_column!r} adds a column of this name to each batch, and the sources "
+                    "have one: name another one"
+                )
             found[self._source_column] = self._numbers(order)
         return Batch(found, receipt)  # type: ignore[arg-type]
 
@@ -221,11 +230,13 @@ def _column(parts: Sequence[Any], rows: Sequence[Int64Array], size: int, what: s
     first = parts[0]
     if not all(type(one) is type(first) for one in parts):
         raise _unlike(parts, what)
+    if not isinstance(first, dict):
+        _check_rows(parts, rows, what)
     if isinstance(first, torch.Tensor):
-        return torch.from_numpy(_array([one.numpy() for one in parts], rows, size, what))
+        return _tensor(parts, rows, size, what)
     if isinstance(first, np.ndarray):
         return _array(parts, rows, size, what)
-    if isinstance(first, dict):
+    if isinstance(first, dict) and all(one.keys() == first.keys() for one in parts):
         return {name: _column([one[name] for one in parts], rows, size, f"{what}, field {name!r}") for name in first}
     if isinstance(first, Ragged):
         return _ragged(parts, rows)
@@ -236,6 +247,32 @@ def _column(parts: Sequence[Any], rows: Sequence[Int64Array], size: int, what: s
         for place, value in zip(places.tolist(), part, strict=True):
             found[place] = value
     return found
+
+
+def _check_rows(parts: Sequence[Any], rows: Sequence[Int64Array], what: str) -> None:
+    """Refuse parts that are not of as many rows as were read."""
+    found, read = [_length(one) for one in parts], [len(places) for places in rows]
+    if found != read:
+        raise SchemaError(
+            f"{what} are of {found} rows, and {read} rows were read of the sources: in a mixture a transform must "
+            "return a row for each row that it gets, in their order"
+        )
+
+
+def _length(column: Any) -> int | None:
+    """Return the number of rows of a column; None: it has no rows."""
+    try:
+        return len(column)
+    except TypeError:
+        return None
+
+
+def _tensor(parts: Sequence[torch.Tensor], rows: Sequence[Int64Array], size: int, what: str) -> torch.Tensor:
+    first = parts[0]
+    if first.dtype in _NOT_NUMPY and all(one.dtype == first.dtype for one in parts):
+        bits = [one.view(_NOT_NUMPY[first.dtype]).numpy() for one in parts]
+        return torch.from_numpy(_array(bits, rows, size, what)).view(first.dtype)
+    return torch.from_numpy(_array([one.numpy() for one in parts], rows, size, what))
 
 
 def _array(parts: Sequence[npt.NDArray[Any]], rows: Sequence[Int64Array], size: int, what: str) -> npt.NDArray[Any]:

@@ -1,0 +1,1 @@
+"""This package holds the readers of packed sequences and mixtures: a module for each measured package."""
