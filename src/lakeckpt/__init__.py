@@ -16,7 +16,7 @@ _PUBLIC = {
     "CheckpointManager": "lakeckpt.checkpoint.manager",
     "Follow": "lakeckpt.data.options",
     "Keep": "lakeckpt.checkpoint.keep",
-    "MixedReceipt": "lakeckpt.core.streams.mixture",
+    "MixedReceipt": "lakeckpt.core.streams.mixed_batches",
     "ConsumptionWarning": "lakeckpt.data.place.deliveries",
     "LakeDataset": "lakeckpt.data.dataset",
     "LakeLoader": "lakeckpt.data.loader",
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from lakeckpt.checkpoint.restore.load import load
     from lakeckpt.core.flows.plan import merge_states
     from lakeckpt.core.receipts import Receipt
-    from lakeckpt.core.streams.mixture import MixedReceipt
+    from lakeckpt.core.streams.mixed_batches import MixedReceipt
     from lakeckpt.data.batch import Batch
     from lakeckpt.data.dataset import LakeDataset
     from lakeckpt.data.loader import LakeLoader

@@ -22,6 +22,10 @@ from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, 
 from tests.checkpoint.scripts import write_table
 from tests.data.flow_jobs import Item, items, job_store, loader_of, whole
 from tests.data.test_tokenizing import EVERY, packed, texts, tokens_of
+from tests.data.test_whole_documents import LENGTHS
+from tests.data.test_whole_documents import every as documents_tokens
+from tests.data.test_whole_documents import loader_of as documents_loader
+from tests.data.test_whole_documents import write as write_documents
 from tests.patience import PATIENCE_S
 
 ROWS = 200
@@ -164,3 +168,16 @@ def test_every_token_of_texts_that_are_tokenized_on_the_fly_counts_once_on_any_c
         proved(storage)
     assert found == Multiset((epoch, token) for epoch in range(2) for token in EVERY)
     assert [one.status for one in proved(storage).readers[0].epochs] == ["complete"] * 2
+
+
+def test_every_token_of_whole_documents_counts_once_on_any_chain(tmp_path: Path, job_store: dist.Store) -> None:
+    folder, storage, found = write_documents(tmp_path, LENGTHS), MemoryStorage(), Multiset[tuple[int, int]]()
+    for world_size, steps in [(1, 5), (2, 2), (3, 2), (2, None)]:
+        made: dict[str, Any] = {"make": documents_loader, "items_in": lambda batch: tokens_of([batch])}
+        for got in attempt(storage, folder, world_size, steps, every=3, epochs=2, **made):
+            found.update(got)
+        proved(storage)
+    every = documents_tokens(LENGTHS)
+    assert found == Multiset((epoch, token) for epoch in range(2) for token in every)
+    groups = -(-len(LENGTHS) // 2 // 3) * 2
+    assert [(one.status, one.once) for one in proved(storage).readers[0].epochs] == [("complete", groups)] * 2

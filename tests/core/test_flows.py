@@ -75,6 +75,16 @@ def consumed_by(state: FlowState, counts: Counts, epochs: int) -> list[Item]:
     return found
 
 
+def test_an_epoch_keeps_its_lanes_once_a_position_of_it_has_begun() -> None:
+    state = moved(begin(6, endless=True, lanes=2), step=1, frontiers={0: (0, 1)})
+    again = planned(state, (1, 3, 1))
+    assert again.base is not None and again.base.next_epoch == 1
+    (left,) = again.base.begun
+    assert (left.num_lanes, left.positions) == (2, Intervals.whole(6))
+    assert FlowPlan(again).layout(0).num_lanes == 2 and FlowPlan(again).layout(1).num_lanes == 3
+    assert again.begun == (Begun(epoch=0, position=0, offset=1),)
+
+
 @settings(max_examples=100, deadline=None)
 @given(counts_of, legs)
 def test_each_item_of_an_epoch_is_consumed_once_on_any_chain(numbers: list[int], chain: list[Any]) -> None:

@@ -226,17 +226,22 @@ class StreamDeal:
         done = turns(micro_batch - self.first, self.num_lanes)
         return self.rest_of(self._before_turns(np.arange(self.num_lanes), done))
 
-    def rest_of(self, done: Int64Array) -> Rest:
-        """Return what is left when each lane has given its first ``done`` rows: int64, shape (num_lanes,)."""
+    def rest_of(self, done: Int64Array, partly: Int64Array | None = None) -> Rest:
+        """Return what is left when each lane has given its first ``done`` rows: int64, shape (num_lanes,).
+
+        ``partly`` (of the same shape) is 1 where a part of the lane's next row was given, too; None: nowhere. The epoch
+        of such a row keeps its layout.
+        """
+        read = done if partly is None else done + partly
         reached = [self._unit_of(lane, int(done[lane])) for lane in range(self.num_lanes)]
         lefts, entered = [], max(min(reached), len(self._begun)) - 1
         for index in range(min(reached), max(max(reached) + 1, len(self._begun))):
             unit = self._unit(index)
-            inside = np.clip(done - unit.before, 0, np.diff(unit.bounds))
+            inside, reading = (np.clip(one - unit.before, 0, np.diff(unit.bounds)) for one in (done, read))
             num_lanes, rotation = self.layout(unit.epoch)
             left = unit.positions.select(unit.bounds[:-1] + inside, unit.bounds[1:])
             lefts.append((index, Left(epoch=unit.epoch, positions=left, num_lanes=num_lanes, rotation=rotation)))
-            if inside.any():
+            if reading.any():
                 entered = max(entered, index)
         begun = tuple(left for index, left in lefts if index <= entered and left.positions)
         return Rest(begun=begun, next_epoch=self.start.next_epoch + entered + 1 - len(self._begun))

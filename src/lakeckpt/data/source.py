@@ -28,11 +28,13 @@ from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.ragged import Ragged
 from lakeckpt.reading.filters.decoder import FilteredDecoder
+from lakeckpt.reading.packed.packing import Packing
+from lakeckpt.reading.packed.whole import WholeDecoder
 from lakeckpt.reading.packed.window import SequenceDecoder
-from lakeckpt.reading.windows.cache import windows_held_of
+from lakeckpt.reading.windows.cache import Decoding, windows_held_of
 from lakeckpt.reading.windows.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder, select_columns
 from lakeckpt.reading.windows.positions import Announced, PositionReader
-from lakeckpt.reading.windows.threads import usual_threads
+from lakeckpt.reading.windows.threads import Threads, usual_threads
 
 __all__ = ["BatchSource", "Iterations", "Output", "gives", "row_of"]
 
@@ -188,27 +190,27 @@ class BatchSource(Iterations):
             decoder = RowGroupDecoder(self._table, self._columns, ahead_bytes=ahead)
         else:
             decoder = FilteredDecoder(self._table, self._columns, *kept, ahead_bytes=ahead)
-        decoder_of = None
-        if self._selecting is not None and self._selecting.packing is not None:
-            rows_of = (self._table.index if kept is None else kept[1]).group_rows
-            decoder_of = partial(
-                SequenceDecoder,
-                decoder,
-                self._selecting.packing,
-                self._selecting.get(),
-                rows_of,
-                windows_held_of(lanes),
-            )
+        packing = None if self._selecting is None else self._selecting.packing
+        gives_tensors = self.output == "torch" and not (packing is not None and packing.whole)
         return PositionReader(
             decoder,
             self._spec,
             max_windows=lanes,
             nulls=None if self.output == "arrow" else self._nulls,
-            make=torch.from_numpy if self.output == "torch" else None,
+            make=torch.from_numpy if gives_tensors else None,
             memory_limit_bytes=limit,
             threads=_threads(),
-            decoder_of=decoder_of,
+            decoder_of=None if packing is None else self._decoding(decoder, packing, lanes),
         )
+
+    def _decoding(self, decoder: RowGroupDecoder, packing: Packing, lanes: int) -> Callable[[Threads], Decoding]:
+        """Return what makes the decoder of windows of packed sequences."""
+        assert self._selecting is not None
+        kept = self._selecting.kept
+        rows_of = (self._table.index if kept is None else kept[1]).group_rows
+        if packing.whole:
+            return partial(WholeDecoder, decoder, packing, rows_of)
+        return partial(SequenceDecoder, decoder, packing, self._selecting.get(), rows_of, windows_held_of(lanes))
 
     def _layout(self, key: LayoutKey) -> EpochLayout:
         layout = self._layouts.get(key)

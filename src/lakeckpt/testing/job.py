@@ -260,7 +260,8 @@ def _dataset_of(loader: Any) -> LakeDataset:
     if found.yields_many:
         raise ConfigError(
             'this kit compares what readers yield with the rows of the table, and a transform with rows="many" (or a '
-            "tokenizer=) decides itself what it yields: check that it yields the same whenever it gets the same row"
+            'tokenizer=, or documents="whole") decides itself what it yields: check that it yields the same whenever '
+            "it gets the same row"
         )
     return found
 

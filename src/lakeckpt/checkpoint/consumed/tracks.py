@@ -20,7 +20,7 @@ from lakeckpt.checkpoint.format.manifest import ReaderRecord, Stretch
 from lakeckpt.core.flows.plan import read_state
 from lakeckpt.core.read_ahead import Basis, Given, ReadAhead
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.streams.mixture import MixedReceipt
+from lakeckpt.core.streams.mixed_batches import MixedReceipt
 from lakeckpt.errors import ConfigError, StateError
 from lakeckpt.tracking.readers import DeliveringReader, TrackedReader, index_of, versions_of
 from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after

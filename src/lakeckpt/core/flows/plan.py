@@ -163,14 +163,16 @@ class FlowPlan:
 
         Lanes without a frontier have consumed nothing.
         """
-        done = np.zeros(self.state.segment.num_lanes, np.int64)
+        done, held = np.zeros((2, self.state.segment.num_lanes), np.int64)
         begun = dict(self._begun)
         for lane, (count, offset) in frontiers.items():
             done[lane] = count
             if offset:
+                held[lane] = 1
                 (at,) = self.spans(lane, count, count + 1)
                 begun[at.epoch, at.start] = max(offset, begun.get((at.epoch, at.start), 0))
-        rest = self.deal.rest_of(done)
+        deal = self.deal
+        rest = deal.rest_of(done) if isinstance(deal, EpochDeal) else deal.rest_of(done, held)
         named = tuple(Begun(epoch=epoch, position=at, offset=begun[epoch, at]) for epoch, at in sorted(begun))
         return rest, inside(rest, self.state.identity, named)
 

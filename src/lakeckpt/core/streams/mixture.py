@@ -13,30 +13,25 @@ The module reads nothing, and starts no threads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from lakeckpt.core.lanes import Rest, turns
-from lakeckpt.core.plan import LayoutKey, Plan, replan, start
-from lakeckpt.core.receipts import Receipt, Span
+from lakeckpt.core.plan import Plan, replan, start
 from lakeckpt.core.state import Identity, ReaderState, Segment
 from lakeckpt.core.stream import StreamDeal
+from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedReceipt, Part
 from lakeckpt.core.streams.mixing import Share, fractions
 from lakeckpt.errors import StateError
-from lakeckpt.wire.documents import to_plain
 
 __all__ = [
     "FORMAT",
-    "MixedAssignment",
     "MixedPlan",
-    "MixedReceipt",
     "MixedState",
     "Mixing",
-    "Part",
     "advanced",
     "is_unread",
     "joined",
@@ -119,82 +114,6 @@ class MixedState:
         """Return the state as JSON-able values."""
         sources = {name: one.to_plain() for name, one in zip(self.mixing.names, self.sources, strict=True)}
         return {"format": FORMAT, "sources": sources}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedReceipt:
-    """The rows of one micro-batch of a mixture, and the step and rank that it was dealt to."""
-
-    micro_batch: int
-    """Its number over the whole job."""
-    lane: int
-    step: int
-    rank: int
-    world_size: int
-    rows: int
-    """Its rows, of all sources."""
-    spans: tuple[tuple[str, tuple[Span, ...]], ...]
-    """(source, its positions in the order of its rows), of the sources that have rows in it; each names its epochs."""
-    epoch: int = 0
-    """0: sources count their epochs themselves."""
-
-    @property
-    def step_rows(self) -> int:
-        """Rows of all ranks in this step: micro-batches are always full."""
-        return self.rows * self.world_size
-
-    @property
-    def weight(self) -> float:
-        """1.0: every rank has equally many rows. See `lakeckpt.Receipt.weight`."""
-        return 1.0
-
-    @property
-    def number(self) -> int:
-        """A number that names the micro-batch to its rank: the step."""
-        return self.step
-
-    def of_part(self, spans: tuple[Span, ...]) -> Receipt:
-        """Return a receipt of the rows of one source. It counts as if that source had equally many on every rank."""
-        rows = sum(span.rows for span in spans)
-        return Receipt(
-            epoch=0,
-            micro_batch=self.micro_batch,
-            lane=self.lane,
-            step=self.step,
-            rank=self.rank,
-            world_size=self.world_size,
-            spans=spans,
-            step_rows=rows * self.world_size,
-        )
-
-    def to_plain(self) -> dict[str, object]:
-        """Return the receipt as JSON-able values."""
-        found: dict[str, object] = to_plain(self)
-        return found
-
-
-class Part(NamedTuple):
-    """What a source gives to a micro-batch of a mixture."""
-
-    source: int
-    """Its number."""
-    spans: tuple[Span, ...]
-    layouts: tuple[LayoutKey, ...]
-    """As in `lakeckpt.core.plan.Assignment`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedAssignment:
-    """A micro-batch of a mixture dealt to a rank, as parts that its sources give."""
-
-    receipt: MixedReceipt
-    parts: tuple[Part, ...]
-    """Of the sources that have rows in it, in their order."""
-    order: npt.NDArray[np.uint16] = field(repr=False, compare=False)
-    """The source of each row: uint16, shape (rows,)."""
-    owner: int
-    lanes: int
-    """As in `lakeckpt.core.plan.Assignment`."""
 
 
 class MixedPlan:

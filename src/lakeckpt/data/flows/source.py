@@ -24,8 +24,6 @@ from lakeckpt.reading.windows.positions import Announced, PositionReader
 
 __all__ = ["FlowSource", "LaneRows"]
 
-_BLOCK = 256
-"""Rows that are taken from a window at a time."""
 _AHEAD = 8
 """Blocks of a lane that are announced ahead, as far as there is memory."""
 _TRIED = 4096
@@ -34,6 +32,9 @@ _TRIED = 4096
 
 class FlowSource(BatchSource):
     """A `BatchSource` whose transform yields any number of rows of each row."""
+
+    block = 256
+    """Rows that are taken from a window at a time."""
 
     @property
     def maker(self) -> str:
@@ -116,9 +117,9 @@ class LaneRows:
                 row += 1
 
     def _blocks(self, lane: int, done: int) -> Iterator[list[Span]]:
-        sizes = self._plan.sizes
+        sizes, block = self._plan.sizes, self._source.block
         while sizes is None or done < sizes[lane]:
-            stop = done + _BLOCK if sizes is None else min(done + _BLOCK, sizes[lane])
+            stop = done + block if sizes is None else min(done + block, sizes[lane])
             yield self._plan.spans(lane, done, stop)
             done = stop
 

@@ -8,7 +8,7 @@ function of the text. The module starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from lakeckpt.data.flows.calls import maker_of
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.errors import ConfigError, SchemaError
 
-__all__ = ["TokenSource", "Tokenizing", "check_text"]
+__all__ = ["TokenSource", "Tokenizing", "check_text", "given", "no_sequences"]
 
 _NO_LABEL = -100
 _MOST_TOKEN = 2**31
@@ -108,17 +108,25 @@ class TokenSource(FlowSource):
 
     def stacked(self, made: LaneBatch) -> dict[str, Any] | None:
         """Return the tokens of a micro-batch as sequences; None where there are none."""
-        return self._made(_sequences(made, self._tokenizing)) if made.count else None
+        return given(_sequences(made, self._tokenizing), self.output) if made.count else None
 
     def empty(self, state: FlowState) -> dict[str, Any]:
         """Return the columns of a batch without sequences."""
-        names = ["tokens", "position_ids", "document_ids", "loss_mask", *["labels"] * self._tokenizing.labels]
-        kinds: dict[str, Any] = {"loss_mask": np.bool_, "labels": np.int64}
-        shape = (0, self._tokenizing.length)
-        return self._made({name: np.zeros(shape, kinds.get(name, np.int32)) for name in names})
+        tokenizing = self._tokenizing
+        return given(no_sequences(tokenizing.length, labels=tokenizing.labels), self.output)
 
-    def _made(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:
-        return {name: torch.from_numpy(one) if self.output == "torch" else one for name, one in columns.items()}
+
+def given(columns: Mapping[str, Any], output: str) -> dict[str, Any]:
+    """Return arrays as what ``output`` says: "torch" makes tensors of them."""
+    return {name: torch.from_numpy(one) if output == "torch" else one for name, one in columns.items()}
+
+
+def no_sequences(length: int, *, labels: bool, dtype: Any = np.int32) -> dict[str, npt.NDArray[Any]]:
+    """Return the columns of a batch without sequences, whose tokens are of ``dtype``."""
+    kinds = {"tokens": dtype, "position_ids": np.int32, "document_ids": np.int32, "loss_mask": np.bool_}
+    if labels:
+        kinds["labels"] = np.int64
+    return {name: np.zeros((0, length), kind) for name, kind in kinds.items()}
 
 
 def _sequences(made: LaneBatch, tokenizing: Tokenizing) -> dict[str, npt.NDArray[Any]]:

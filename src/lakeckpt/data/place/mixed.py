@@ -13,12 +13,11 @@ from typing import Any
 from lakeckpt.core.plan import fit_lanes
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedReceipt
 from lakeckpt.core.streams.mixing import fractions
 from lakeckpt.core.streams.mixture import (
     FORMAT,
-    MixedAssignment,
     MixedPlan,
-    MixedReceipt,
     MixedState,
     Mixing,
     advanced,

@@ -164,7 +164,8 @@ def _check_source(name: Any, given: Any) -> None:
         raise ConfigError(f"source {name!r} is a mixture: mix its sources with the others, in one mixture")
     if dataset.yields_many:
         raise ConfigError(
-            f'source {name!r} has a transform with rows="many", or a tokenizer=, which a mixture does not have'
+            f'source {name!r} has a transform with rows="many", a tokenizer= or documents="whole", so its rows have no '
+            "numbers, by which a mixture takes turns"
         )
     if dataset.row_wise or dataset.output == "arrow":
         raise ConfigError(f'source {name!r} must have a batch_size, and output="torch" or "numpy"')

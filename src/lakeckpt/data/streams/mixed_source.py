@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lakeckpt.core.streams.mixture import MixedAssignment, MixedReceipt, Part
+from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedReceipt, Part
 from lakeckpt.data.batch import Batch
 from lakeckpt.data.source import BatchSource, Iterations
 from lakeckpt.errors import SchemaError

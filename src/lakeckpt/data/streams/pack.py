@@ -7,14 +7,14 @@ else is as in `lakeckpt.LakeDataset`. The module reads nothing and starts no thr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.flows.arguments import tokenized
+from lakeckpt.data.flows.arguments import tokenized, whole_documents
 from lakeckpt.data.flows.tokens import Tokenizing
-from lakeckpt.data.options import flag, positive
+from lakeckpt.data.options import flag, one_of, positive
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.packed.packing import Packing
 
@@ -35,6 +35,8 @@ def pack(
     mask_ends: bool = True,
     padding: int = 0,
     tokenizer: Callable[[str], Any] | None = None,
+    documents: Literal["cut", "whole"] = "cut",
+    too_long: Literal["cut", "drop"] = "cut",
 ) -> LakeDataset:
     """Return a dataset of sequences of ``length`` tokens, made of the documents that ``dataset`` reads.
 
@@ -65,6 +67,15 @@ def pack(
         padding: the token that fills up the last sequence of an epoch.
         tokenizer: a function with a name, from a text to its tokens: a list, an array, or what has them as ``ids``.
             ``column`` is of texts then, whose tokens are made where they are read.
+        documents: ``"cut"``: as above. ``"whole"``: no document is cut that fits into a sequence. The documents of each
+            window are given to sequences by best fit decreasing, and what is left of each sequence is padding.
+        too_long: with ``documents="whole"``: documents longer than ``length`` (with ``before`` and ``after``) are cut
+            every ``length`` tokens, or dropped. How many are dropped of each window is logged, as "lakeckpt", at INFO.
+
+    With ``documents="whole"``, consumption depends on the documents' lengths, as with ``LakeDataset(…, rows="many")``:
+    the state has a place (window, sequence) for each lane, and ranks agree on the end of an epoch. Lanes consist of
+    whole row groups, and the last batch of each lane may be smaller. Refused are ``mask_ends=False``, a ``tokenizer=``,
+    and of the dataset ``transform=``, ``drop_last`` and ``consumed=``.
 
     With a ``tokenizer``, consumption depends on the data, as with ``LakeDataset(…, rows="many")``: the state has a
     place (row, token) for each lane, ranks agree on the end of an epoch, and ``receipt.rows`` counts tokens. Documents
@@ -74,6 +85,36 @@ def pack(
     Without one, how many tokens a row group has is read from its footer; data are read for it only where rows are
     deleted or filtered, or the footer has no statistics. Raises `ConfigError`, `SchemaError`.
     """
+    _check(dataset, length)
+    one_of("documents", documents, ("cut", "whole"))
+    one_of("too_long", too_long, ("cut", "drop"))
+    if documents == "cut" and too_long == "drop":
+        raise ConfigError('too_long="drop" is of whole documents: give documents="whole", too')
+    packing = Packing(
+        column=column,
+        length=length,
+        before=_tokens("before", before),
+        after=_tokens("after", after),
+        labels=flag("labels", labels),
+        masks_ends=flag("mask_ends", mask_ends),
+        padding=_token(padding),
+        whole=documents == "whole",
+        drops_long=too_long == "drop",
+    )
+    if tokenizer is None and not packing.whole:
+        return dataset._changed(columns=[column], packing=packing)
+    name = 'documents="whole"' if packing.whole else "a tokenizer="
+    if not mask_ends:
+        raise ConfigError(f"with {name}, the last token of a document has no label: leave mask_ends=True")
+    if tokenizer is None:
+        return whole_documents(dataset, packing)
+    if packing.whole:
+        raise ConfigError('documents="whole" needs tokens, and tokenizer= makes them of texts: make them in advance')
+    return tokenized(dataset, _tokenizing(packing, tokenizer))
+
+
+def _check(dataset: Any, length: Any) -> None:
+    """Raise `ConfigError` where ``dataset`` cannot be packed into sequences of ``length`` tokens."""
     if not isinstance(dataset, LakeDataset):
         raise ConfigError(f"pack takes a lakeckpt.LakeDataset, got {type(dataset).__name__}")
     if hasattr(dataset, "sources"):
@@ -86,31 +127,18 @@ def pack(
         raise ConfigError('packed sequences are tensors or arrays: give the dataset output="torch" or "numpy"')
     if positive("length", length) > _MOST:
         raise ConfigError(f"length must be at most {_MOST}, got {length}")
-    if tokenizer is not None:
-        if not flag("mask_ends", mask_ends):
-            raise ConfigError("with a tokenizer=, the last token of a document has no label: leave mask_ends=True")
-        return tokenized(
-            dataset,
-            Tokenizing(
-                tokenizer=tokenizer,
-                column=column,
-                length=length,
-                before=_tokens("before", before),
-                after=_tokens("after", after),
-                labels=flag("labels", labels),
-                padding=_token(padding),
-            ),
-        )
-    packing = Packing(
-        column=column,
-        length=length,
-        before=_tokens("before", before),
-        after=_tokens("after", after),
-        labels=flag("labels", labels),
-        masks_ends=flag("mask_ends", mask_ends),
-        padding=_token(padding),
+
+
+def _tokenizing(packing: Packing, tokenizer: Callable[[str], Any]) -> Tokenizing:
+    return Tokenizing(
+        tokenizer=tokenizer,
+        column=packing.column,
+        length=packing.length,
+        before=packing.before,
+        after=packing.after,
+        labels=packing.labels,
+        padding=packing.padding,
     )
-    return dataset._changed(columns=[column], packing=packing)
 
 
 def _tokens(name: str, tokens: int | Sequence[int] | None) -> tuple[int, ...]:

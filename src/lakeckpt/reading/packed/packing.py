@@ -31,7 +31,7 @@ from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 
-__all__ = ["Documents", "Packing", "count_tokens", "documents_of", "place_of"]
+__all__ = ["Documents", "Packing", "count_tokens", "documents_of", "dtype_of", "place_of"]
 
 Int64Array = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
@@ -56,9 +56,17 @@ class Packing:
     """True if sequences have labels."""
     masks_ends: bool = True
     """True if the last token of a document has no label."""
+    whole: bool = False
+    """True if documents stand in sequences as a whole (`lakeckpt.reading.packed.whole`), and not one after another."""
+    drops_long: bool = False
+    """True if whole documents that are longer than a sequence are dropped. False: they are cut."""
 
     def __str__(self) -> str:
-        return f"sequences of {self.length} tokens of {self.column!r}"
+        if not self.whole:
+            return f"sequences of {self.length} tokens of {self.column!r}"
+        longer = "dropped" if self.drops_long else "cut"
+        added = f" between {self.before} and {self.after}" if self.added else ""
+        return f"whole documents of {self.column!r}{added} in sequences of {self.length} tokens, longer ones {longer}"
 
     @property
     def added(self) -> int:
@@ -69,6 +77,8 @@ class Packing:
     def digest(self) -> str:
         """BLAKE2b-128 (hex) of all that decides which tokens stand in which sequence."""
         text = repr((self.column, self.length, self.before, self.after))
+        if self.whole:
+            text += f" whole, drops {self.drops_long}"
         return blake2b(text.encode(), digest_size=16, person=b"lakeckpt-pack1").hexdigest()
 
     def check(self, schema: pa.Schema) -> None:
@@ -84,7 +94,7 @@ class Packing:
             )
 
 
-def _dtype_of(kind: pa.DataType) -> np.dtype[Any]:
+def dtype_of(kind: pa.DataType) -> np.dtype[Any]:
     """Return the type of delivered tokens: int32, or int64 where 32 signed bits do not hold the stored type."""
     fits = kind.value_type.bit_width < 32 or kind.value_type == pa.int32()
     return np.dtype(np.int32 if fits else np.int64)
@@ -121,7 +131,7 @@ def documents_of(table: pa.Table, packing: Packing, place: tuple[str, int]) -> D
             column=packing.column,
         )
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-    tokens = values.to_numpy(zero_copy_only=False).astype(_dtype_of(kind), copy=False)
+    tokens = values.to_numpy(zero_copy_only=False).astype(dtype_of(kind), copy=False)
     rows = np.flatnonzero(lengths)
     ends = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(lengths[rows], out=ends[1:])
@@ -148,24 +158,34 @@ def count_tokens(table: Table, packing: Packing, kept: tuple[RowFilter, RowSelec
     """Return how many tokens each row group of ``table`` has, those that ``packing`` adds included.
 
     With ``kept``, a filter and the rows that it keeps, only the documents of these rows count. Raises as
-    `RowGroupDecoder.decode` does, and `NullValueError`.
+    `RowGroupDecoder.decode` does, and `NullValueError`. Of whole documents nothing is counted: each row group that has
+    rows counts as 1, because a position is a row group then.
     """
     packing.check(table.schema)
     index = table.index
+    if packing.whole:
+        rows = index.group_rows if kept is None else kept[1].group_rows
+        return _selection(table, packing, kept, (rows > 0).astype(np.int64))
     threads = THREADS_LOCAL if isinstance(table.storage, LocalStorage) else THREADS_REMOTE
     counts = np.zeros(len(index.group_rows), np.int64)
     with closing(_decoder(table, packing, kept)) as decoder, ThreadPoolExecutor(threads) as pool:
         counter = _Counter(index, packing, kept, decoder)
         for file, found in enumerate(pool.map(counter.count_file, range(len(index.paths)))):
             counts[index.first_group[file] : index.first_group[file + 1]] = found
+    return _selection(table, packing, kept, counts)
+
+
+def _selection(
+    table: Table, packing: Packing, kept: tuple[RowFilter, RowSelection] | None, counts: Int64Array
+) -> RowSelection:
     return RowSelection(
-        table=index.digest,
+        table=table.index.digest,
         text=str(packing) if kept is None else f"{packing} of the rows with {kept[0]}",
         expression="/".join([packing.digest, *([] if kept is None else [kept[0].digest])]),
         pyarrow=pa.__version__,
         group_rows=counts,
         group_digests=_digests(counts, packing, kept),
-        unit=packing.length,
+        unit=1 if packing.whole else packing.length,
     )
 
 

@@ -53,12 +53,12 @@ class Sequences:
     """The sequences of a window, in the order in which they are delivered. For one thread at a time.
 
     ``tokens`` has the shape (sequences, length). ``bounds`` (int64, shape (runs + 1,)) says where each run begins among
-    the tokens, and their end; each sequence begins a run. ``padding`` is the run that is padding; -1: none.
+    the tokens, and their end; each sequence begins a run. ``paddings`` are the runs that are padding, ascending.
     ``follows`` (int64, shape (runs,)) is the label of the last token of each run; None: no labels are wanted.
     """
 
-    def __init__(self, tokens: Array, bounds: Int64Array, *, padding: int, follows: Int64Array | None) -> None:
-        self._tokens, self._bounds, self._padding, self._follows = tokens, bounds, padding, follows
+    def __init__(self, tokens: Array, bounds: Int64Array, *, paddings: Int64Array, follows: Int64Array | None) -> None:
+        self._tokens, self._bounds, self._paddings, self._follows = tokens, bounds, paddings, follows
         self._length = int(tokens.shape[1])
         self._firsts = np.searchsorted(bounds, np.arange(len(tokens) + 1) * self._length)
         """The first run of each sequence, and the number of runs: int64, shape (sequences + 1,)."""
@@ -69,6 +69,10 @@ class Sequences:
         """0, 1, 2, …: as many as the largest cut so far has tokens."""
         self._latest: tuple[int, int, _Runs] | None = None
         """The latest cut. The columns of a micro-batch are cut one after another."""
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self._tokens)
 
     @property
     def size_bytes(self) -> int:
@@ -129,9 +133,10 @@ class Sequences:
 
     def _pad(self, found: Array, start: int, stop: int, *, value: int) -> None:
         """Set the padding of sequences [start, stop), if they have any, to ``value``."""
-        if self._padding < 0:
+        if not len(self._paddings):
             return
-        runs = self._runs(start, stop)
-        if runs.first <= self._padding < runs.last:
-            begin, end = runs.bounds[self._padding - runs.first : self._padding - runs.first + 2].tolist()
-            found.reshape(-1)[begin:end] = value
+        runs, flat = self._runs(start, stop), found.reshape(-1)
+        first, last = np.searchsorted(self._paddings, (runs.first, runs.last))
+        mine = self._paddings[first:last] - runs.first
+        for begin, end in zip(runs.bounds[mine].tolist(), runs.bounds[mine + 1].tolist(), strict=True):
+            flat[begin:end] = value

@@ -133,7 +133,7 @@ class SequenceDecoder:
         return Sequences(
             tokens.reshape(count, self._packing.length),
             np.append(runs.begins, len(tokens)),
-            padding=runs.padding,
+            paddings=np.flatnonzero(runs.documents < 0),
             follows=self._follows(tokens, parts, runs) if self._packing.labels else None,
         )
 

@@ -1,0 +1,95 @@
+"""This module holds the micro-batches of a mixture: their receipts, and what they are dealt as.
+
+A `MixedReceipt` names the positions of each source, never rows, as `lakeckpt.core.receipts.Receipt` does. The module
+imports the standard library and numpy only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lakeckpt.core.plan import LayoutKey
+from lakeckpt.core.receipts import Receipt, Span
+from lakeckpt.wire.documents import to_plain
+
+__all__ = ["MixedAssignment", "MixedReceipt", "Part"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedReceipt:
+    """The rows of one micro-batch of a mixture, and the step and rank that it was dealt to."""
+
+    micro_batch: int
+    """Its number over the whole job."""
+    lane: int
+    step: int
+    rank: int
+    world_size: int
+    rows: int
+    """Its rows, of all sources."""
+    spans: tuple[tuple[str, tuple[Span, ...]], ...]
+    """(source, its positions in the order of its rows), of the sources that have rows in it; each names its epochs."""
+    epoch: int = 0
+    """0: sources count their epochs themselves."""
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of all ranks in this step: micro-batches are always full."""
+        return self.rows * self.world_size
+
+    @property
+    def weight(self) -> float:
+        """1.0: every rank has equally many rows. See `lakeckpt.Receipt.weight`."""
+        return 1.0
+
+    @property
+    def number(self) -> int:
+        """A number that names the micro-batch to its rank: the step."""
+        return self.step
+
+    def of_part(self, spans: tuple[Span, ...]) -> Receipt:
+        """Return a receipt of the rows of one source. It counts as if that source had equally many on every rank."""
+        rows = sum(span.rows for span in spans)
+        return Receipt(
+            epoch=0,
+            micro_batch=self.micro_batch,
+            lane=self.lane,
+            step=self.step,
+            rank=self.rank,
+            world_size=self.world_size,
+            spans=spans,
+            step_rows=rows * self.world_size,
+        )
+
+    def to_plain(self) -> dict[str, object]:
+        """Return the receipt as JSON-able values."""
+        found: dict[str, object] = to_plain(self)
+        return found
+
+
+class Part(NamedTuple):
+    """What a source gives to a micro-batch of a mixture."""
+
+    source: int
+    """Its number."""
+    spans: tuple[Span, ...]
+    layouts: tuple[LayoutKey, ...]
+    """As in `lakeckpt.core.plan.Assignment`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedAssignment:
+    """A micro-batch of a mixture dealt to a rank, as parts that its sources give."""
+
+    receipt: MixedReceipt
+    parts: tuple[Part, ...]
+    """Of the sources that have rows in it, in their order."""
+    order: npt.NDArray[np.uint16] = field(repr=False, compare=False)
+    """The source of each row: uint16, shape (rows,)."""
+    owner: int
+    lanes: int
+    """As in `lakeckpt.core.plan.Assignment`."""
