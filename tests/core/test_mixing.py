@@ -26,7 +26,7 @@ def shares(weights: list[float], *, seed: int = 0, whole: bool = False, carried:
     ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(weights_of, st.integers(0, 1), st.integers(1, 9), st.lists(st.integers(0, 10**12), min_size=1, max_size=20))
 def test_every_source_has_its_share_to_within_one_row_in_every_lane(
     weights: list[float], seed: int, lanes: int, places: list[int]
@@ -50,7 +50,7 @@ def test_every_row_of_a_period_is_within_one_row(weights: list[float]) -> None:
 
 
 @given(weights_of, st.integers(0, 3), st.integers(0, 10**6), st.integers(1, 70), st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_the_sources_of_a_micro_batch_are_those_that_are_counted(
     weights: list[float], lane: int, turn: int, size: int, whole: bool
 ) -> None:

@@ -46,7 +46,7 @@ ATTEMPTS = st.tuples(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     first=st.integers(0, 60),
     attempts=st.lists(ATTEMPTS, min_size=1, max_size=6),
