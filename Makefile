@@ -73,7 +73,7 @@ demo: $(VENV)/demo  ## train on a real lake, kill ranks, resume, prove that ever
 
 test: lint types pytest  ## the gate: ruff, mypy, pytest (ARGS goes to pytest)
 
-pytest: $(VENV)/dev  # twice as many at a time: many tests wait for processes
+pytest: $(VENV)/dev  # three times as many at a time: many tests wait for processes
 	$(BIN)/python -m pytest -n $$((3 * $(JOBS))) --dist worksteal $(ARGS)
 
 lint: $(VENV)/dev  ## ruff, rules and form

@@ -311,7 +311,7 @@ def test_bad_arguments_are_refused_by_name(lake: Path, tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigError, match="mix takes 1 to 1024 sources"):
         mix({})
     texts = LakeDataset(lake / "web", batch_size=8, columns=["text"])
-    with pytest.raises(errors.ConfigError, match="a tokenizer= or documents=.whole., so its rows have no numbers"):
+    with pytest.raises(errors.ConfigError, match=r"a tokenizer= or documents=.whole., so its rows have no numbers"):
         mix({"web": (pack(texts, column="text", length=8, tokenizer=encoded), 1)})
     sources = sources_of(lake)
     with pytest.raises(errors.ConfigError, match=r"source 'web' must be \(LakeDataset, weight\)"):
