@@ -10,6 +10,7 @@ import pytest
 from benchmarks import tracker
 
 
+@pytest.mark.soak
 def test_reports_and_trees_give_the_same_state_and_their_bytes_grow_with_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
