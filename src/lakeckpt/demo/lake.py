@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from lakeckpt.demo.scenario import LENGTH
 from lakeckpt.errors import ConfigError
 
-__all__ = ["build_lake", "lake_numbers"]
+__all__ = ["build_lake", "lake_numbers", "prose"]
 
 _FILE_SHARES = (13, 5, 21, 8, 3, 17, 11, 22)
 _GROUPS = 48
@@ -49,7 +49,7 @@ def build_lake(folder: Path, sequences: Mapping[str, int], *, library: Path | No
     first = 0
     for source, count in sequences.items():
         size = count * LENGTH
-        documents = _first_documents(_prose() if source == "prose" else _code(root), size)
+        documents = _first_documents(prose() if source == "prose" else _code(root), size)
         if sum(map(len, documents)) < size:
             raise ConfigError(
                 f"the demo trains on text that comes with Python, and there are less than {size:,} bytes of {source} "
@@ -65,7 +65,7 @@ def lake_numbers(folder: Path) -> npt.NDArray[np.int64]:
     return np.sort(tokens.to_numpy().astype(np.int64) >> 8)
 
 
-def _prose() -> Iterator[bytes]:
+def prose() -> Iterator[bytes]:
     with contextlib.suppress(ModuleNotFoundError):  # not every Python has it
         yield from (text.encode() for text in import_module("pydoc_data.topics").topics.values())
 

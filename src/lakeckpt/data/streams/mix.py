@@ -61,8 +61,9 @@ def mix(
         granularity: ``"row"`` mixes rows inside of each micro-batch; ``"batch"`` mixes whole micro-batches.
         exhausted: what happens when one source is through its first epoch, or too little of it is left for a step.
             ``"next_epoch"``: it goes on with its next epoch; the mixture never ends. ``"stop"``: the mixture ends.
-            ``"continue"``: the others go on with its share, and the mixture ends when all are through. Rows that are
-            left in the end are fewer than a step takes in each lane, and `lakeckpt audit` lists them as not read.
+            ``"continue"``: the others go on with its share, and the mixture ends when all are through. A source that is
+            through has a few rows left, fewer than a step takes of each lane; they are not read, and `lakeckpt audit`
+            lists them as to come.
         schedule: (step, weights) pairs, ascending, at most 1,000: from this step of the loader on, these weights hold.
             `LakeLoader.set_weights` changes them at any other step.
         source_column: a name under which each batch also holds the number of each row's source, in the order of
