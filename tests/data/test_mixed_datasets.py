@@ -167,6 +167,12 @@ def test_a_schedule_is_the_same_in_workers_and_after_a_resume(lake: Path) -> Non
         every = before + take(second, 14 - stop)
         assert [rows_of(one) for one in every] == whole
         check_consumed(second.state_dict(), ids_of(every))
+    first, other = loader_of(lake, **given), loader_of(lake, **given | {"num_lanes": 5})
+    before = take(first, 5)
+    other.load_state_dict(first.state_dict(at=before[-1].receipt))
+    every = before + take(other, 9)
+    assert [{one // 1000 for one in batch["id"].tolist()} for batch in every[5:]] == [{0}] * 4 + [{1}] * 5
+    check_consumed(other.state_dict(), ids_of(every))
     assert {one // 1000 for batch in whole[9:] for one in batch["id"]} == {1}
 
 
