@@ -66,6 +66,7 @@ def lake_numbers(folder: Path) -> npt.NDArray[np.int64]:
 
 
 def prose() -> Iterator[bytes]:
+    """Yield the help texts that come with Python, in UTF-8: English prose. Some Pythons have none."""
     with contextlib.suppress(ModuleNotFoundError):  # not every Python has it
         yield from (text.encode() for text in import_module("pydoc_data.topics").topics.values())
 
