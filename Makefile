@@ -21,7 +21,7 @@ export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/cache/matplotlib
 # Many images set it. Nothing is compiled at installation: without bytecode, each process compiles torch anew (3 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test mutants gpu-check test-soak test-system lint types pytest format bench bench-readers docs clean
+.PHONY: help demo test mutants gpu-check test-frameworks test-soak test-system lint types pytest format bench bench-readers docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -55,6 +55,15 @@ $(VENV)/dev: $(VENV)/torch pyproject.toml
 $(VENV)/ray: $(VENV)/dev
 	@echo "installing Ray Train, whose wrapper of loaders a system test takes"
 	@$(INSTALL) 'ray[train]'
+	@touch $@
+
+# The frameworks, in exact versions, so that nothing is resolved; DeepSpeed is built, beside the torch that is installed.
+$(VENV)/frameworks/made: requirements/frameworks.txt $(VENV)/made $(CONSTRAINTS) pyproject.toml
+	@echo "installing the frameworks of $<"
+	@"$(PYTHON)" -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) "$$(grep '^torch==' $(CONSTRAINTS))" setuptools
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation -r $<
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e '.[delta]' hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
 # The benchmarks' peers, in environments of their own: their exact versions, so nothing is resolved (and what one of them
@@ -94,6 +103,9 @@ test-soak: $(VENV)/dev  ## real jobs on several topologies, killed at random mom
 test-system: $(VENV)/dev $(VENV)/ray  ## cuts of power, faults of system calls: needs root; installs Debian packages
 	tests/system/install.sh
 	$(BIN)/python -m pytest -m system -n $(JOBS) --dist worksteal $(ARGS)
+
+test-frameworks: $(VENV)/frameworks/made  ## Lightning, transformers, accelerate, Ray and others: their jobs, killed and resumed
+	$(VENV)/frameworks/bin/python -m pytest -m frameworks -n $(JOBS) --dist worksteal tests/frameworks $(ARGS)
 
 mutants: $(VENV)/dev  ## plant the 60 faults of tests/mutants, one at a time, and count those that the tests find
 	$(BIN)/python tests/mutants/run.py --jobs $(JOBS) --json bench-out/mutants.json $(ARGS)
