@@ -310,14 +310,17 @@ def test_a_checkpoint_of_others_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("filesystem", "expected"),
+    ("filesystem", "folder", "expected"),
     [
-        (pyarrow.fs.LocalFileSystem(), "/mnt/runs/run-7/lakeckpt"),
-        (pyarrow.fs.S3FileSystem(anonymous=True, region="eu-west-1"), "s3:///mnt/runs/run-7/lakeckpt"),
+        (pyarrow.fs.LocalFileSystem(), "/mnt/runs/run-7", "/mnt/runs/run-7/lakeckpt"),
+        (pyarrow.fs.S3FileSystem(anonymous=True, region="eu-west-1"), "bucket/run-7", "s3://bucket/run-7/lakeckpt"),
+        (pyarrow.fs.GcsFileSystem(anonymous=True), "bucket/run-7", "gs://bucket/run-7/lakeckpt"),
     ],
 )
-def test_the_run_lies_in_the_folder_of_the_experiment(filesystem: pyarrow.fs.FileSystem, expected: str) -> None:
-    storage = SimpleNamespace(storage_filesystem=filesystem, experiment_fs_path="/mnt/runs/run-7")
+def test_the_run_lies_in_the_folder_of_the_experiment(
+    filesystem: pyarrow.fs.FileSystem, folder: str, expected: str
+) -> None:
+    storage = SimpleNamespace(storage_filesystem=filesystem, experiment_fs_path=folder)
     assert lakeckpt.integrations.ray._uri_in(storage) == expected
 
 
