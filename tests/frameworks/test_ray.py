@@ -201,8 +201,8 @@ def test_the_page_goes_on_by_itself_on_more_and_on_fewer_workers_and_after_the_d
 # --- without a cluster
 
 
-class Told:
-    """A training function's side of Ray, and what was reported to it."""
+class RayStub:
+    """Stands for Ray in a training function, and keeps what was reported."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.reports: list[dict[str, Any]] = []
@@ -222,8 +222,8 @@ class Told:
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Told:
-    return Told(tmp_path / "experiment", monkeypatch)
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RayStub:
+    return RayStub(tmp_path / "experiment", monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def loader_of(table: lakeckpt.Table, **options: Any) -> lakeckpt.LakeLoader:
 
 @pytest.mark.parametrize("options", [{}, {"capture_every": 1}], ids=["waiting", "beside training"])
 def test_every_save_is_reported_once_with_the_metrics_of_its_step(
-    options: dict[str, Any], told: Told, table: lakeckpt.Table, tmp_path: Path
+    options: dict[str, Any], stub: RayStub, table: lakeckpt.Table, tmp_path: Path
 ) -> None:
     loader = lakeckpt.integrations.ray.prepare_data_loader(loader_of(table))
     arenas = {"arenas": tmp_path / "arenas"} if options else {}
@@ -247,15 +247,15 @@ def test_every_save_is_reported_once_with_the_metrics_of_its_step(
             manager.step(batch, metrics={"loss": torch.tensor(step / 2), "name": "x"})
             if step == 3:
                 manager.wait()  # so that a save beside training, of step 2, is reported with the next one
-    reported = [one for one in told.reports if one]
+    reported = [one for one in stub.reports if one]
     assert all(one == {"loss": one["step"] / 2, "name": "x", "step": one["step"]} for one in reported)
     steps = [one["step"] for one in reported]
     assert steps == [2, 4, 5] or (options and steps[0] < steps[-1] == 5)
-    assert len(told.reports) == 4  # of two saves by policy, of the last save, and of the end, on any rank
+    assert len(stub.reports) == 4  # of two saves by policy, of the last save, and of the end, on any rank
 
 
 def test_a_run_that_is_over_is_not_reported_again_and_a_commit_that_ray_missed_is(
-    told: Told, table: lakeckpt.Table
+    stub: RayStub, table: lakeckpt.Table
 ) -> None:
     def run() -> None:
         loader = loader_of(table)
@@ -266,14 +266,14 @@ def test_a_run_that_is_over_is_not_reported_again_and_a_commit_that_ray_missed_i
 
     run()
     run()
-    assert told.reports == [{"loss": 1.0, "step": 5}, {}, {}]
-    told.known.clear()
+    assert stub.reports == [{"loss": 1.0, "step": 5}, {}, {}]
+    stub.known.clear()
     run()
-    assert told.reports[3:] == [{"step": 5}] and len(told.known) == 1
+    assert stub.reports[3:] == [{"step": 5}] and len(stub.known) == 1
 
 
 def test_a_save_that_fails_is_reported_as_none_so_that_no_worker_waits_for_another(
-    told: Told, table: lakeckpt.Table, monkeypatch: pytest.MonkeyPatch
+    stub: RayStub, table: lakeckpt.Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = loader_of(table)
 
@@ -287,10 +287,10 @@ def test_a_save_that_fails_is_reported_as_none_so_that_no_worker_waits_for_anoth
             with monkeypatch.context() as patch:
                 patch.setattr(manager._saves, "save", fail)
                 manager.step(next(batches))
-        assert told.reports == [{}]
+        assert stub.reports == [{}]
 
 
-def test_a_step_without_a_batch_is_refused_also_behind_rays_wrapper(told: Told, table: lakeckpt.Table) -> None:
+def test_a_step_without_a_batch_is_refused_also_behind_rays_wrapper(stub: RayStub, table: lakeckpt.Table) -> None:
     loader = loader_of(table)
     with CheckpointManager({"reader": loader}) as manager:
         manager.restore()
@@ -299,7 +299,7 @@ def test_a_step_without_a_batch_is_refused_also_behind_rays_wrapper(told: Told, 
             manager.step()
         with pytest.raises(ConfigError, match="receipt"):
             manager.step(next(batches))
-    with CheckpointManager({"model": torch.nn.Linear(1, 1)}, uri=told.folder / "other") as manager:
+    with CheckpointManager({"model": torch.nn.Linear(1, 1)}, uri=stub.folder / "other") as manager:
         manager.restore()
         manager.step()  # nothing is read
 
@@ -324,7 +324,7 @@ def test_the_run_lies_in_the_folder_of_the_experiment(
     assert lakeckpt.integrations.ray._uri_in(storage) == expected
 
 
-def test_wrong_places_are_refused(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_places_are_refused(stub: RayStub, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SimpleNamespace(storage_filesystem=pyarrow.fs._MockFileSystem(), experiment_fs_path="x")
     with pytest.raises(ConfigError, match=r"of type 'mock'.*uri="):
         lakeckpt.integrations.ray._uri_in(memory)
