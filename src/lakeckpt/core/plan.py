@@ -29,6 +29,7 @@ __all__ = [
     "Assignment",
     "LayoutKey",
     "Plan",
+    "between",
     "check_place",
     "consumed",
     "consumption",
@@ -329,3 +330,23 @@ def consumed(state: ReaderState) -> dict[int, Intervals]:
     rows = {epoch: state.identity.rows_of(epoch) for epoch in epochs}
     every = {epoch: Intervals.whole(rows[epoch]).difference(rest.of(epoch, rows[epoch])) for epoch in epochs}
     return {epoch: positions for epoch, positions in every.items() if positions}
+
+
+def between(before: ReaderState, after: ReaderState) -> list[tuple[ReaderState, ReaderState]]:
+    """Return the stretches by which a job came from ``before`` to ``after``: pairs of states, each of one epoch.
+
+    The segments of an epoch that ended between the two are not known, and its rows do not depend on them: all of them
+    were consumed. So ``tail`` must be "short". Raises StateMismatch where ``after`` does not follow from ``before``.
+    """
+    assert before.identity.tail == "short", before.identity
+    found = []
+    num_lanes, batch_size, world_size = after.segment.topology
+    while before.epoch < after.epoch:
+        steps = Plan(before).steps
+        assert steps is not None
+        found.append((before, before.moved(step=steps)))
+        before = start(
+            before.identity, epoch=before.epoch + 1, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size
+        )
+    consumption(before, after)
+    return [*found, (before, after)]
