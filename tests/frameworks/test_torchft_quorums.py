@@ -138,6 +138,7 @@ class Job:
         every = [one for group in self.alive.values() for one in group]
         batches = [next(one.lake) for _ in range(micro_batches) for one in every]
         ids = [(batch.receipt.epoch, int(row)) for batch in batches for row in batch["id"]]
+        assert {one.lake.epoch for one in every} == {every[0].lake.epoch}  # a loop may ask at any time
         for group, ranks in self.alive.items():
             for one in ranks:
                 if group in committing:
@@ -209,6 +210,19 @@ def test_what_a_dead_replica_had_is_nothing_to_save_until_the_next_step(tmp_path
     saver.lake.__exit__(None, None, None)
     latest = saver.lake.checkpoints.latest() if saver.lake.checkpoints else None
     assert latest is not None and latest.step == 3
+
+
+def test_a_replica_that_heals_in_mid_epoch_goes_on_from_the_place_of_the_others(tmp_path: Path) -> None:
+    job = Job(tmp_path, seed=0, groups=2)
+    job.take(committing={0, 1})
+    ahead = job.alive[1][0]
+    ahead.manager.start_quorum((1, 2))
+    next(ahead.lake)
+    ahead.manager._step += 1
+    assert ahead.lake.step()
+    job.quorum()  # group 0 did not see this step, and has an iterator at hand
+    places = [next(group[0].lake).receipt.step for group in job.alive.values()]
+    assert places == [2, 2]
 
 
 def test_healing_from_another_history_is_never_proved(tmp_path: Path) -> None:
