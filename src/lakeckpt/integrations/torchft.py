@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.checkpoint.restore.load import load
-from lakeckpt.core.plan import Plan
-from lakeckpt.core.state import ReaderState
 from lakeckpt.data.loader import LakeLoader
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.errors import CheckpointNotFound, ConfigError
@@ -91,8 +89,7 @@ class LakeReplica:
     @property
     def epoch(self) -> int:
         """The epoch of the next batch."""
-        state = ReaderState.from_plain(self._loader.state_dict())
-        return state.epoch + Plan(state).at_end
+        return self._reader.epoch_of_next
 
     @property
     def checkpoints(self) -> CheckpointManager | None:

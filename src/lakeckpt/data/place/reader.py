@@ -115,6 +115,14 @@ class LoaderReader:
 
     # --- for integrations in which the ranks change while the job runs
 
+    @property
+    def epoch_of_next(self) -> int:
+        """The epoch of the next batch, also where the loop has yet to see the end of the epoch before it."""
+        self._loader._settle()
+        progress = self._progress
+        state = progress.state
+        return state.epoch + (not progress.over and progress.steps == state.step)
+
     def deal_to(self, rank: int, world_size: int) -> None:
         """Read as ``rank`` of ``world_size`` from the next iteration on. Every rank goes on from an equal state."""
         self._dataset._explicit_rank = check_topology(rank, world_size)
