@@ -77,7 +77,9 @@ class Sum:
 class Replica:
     """A process of one replica group of ``ranks``, the first of which stands for all in quorums."""
 
-    def __init__(self, folder: Path, rank: int, ranks: int, *, saves: bool, lanes: int | None, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, rank: int, ranks: int, *, saves: bool, lanes: int | None, workers: int = 0
+    ) -> None:
         self.manager, self.model = FakeManager(), Sum()
         dataset = lakeckpt.LakeDataset(
             folder / "events",
@@ -87,9 +89,8 @@ class Replica:
             rank=rank,
             world_size=ranks,
             options=lakeckpt.ReadOptions(num_lanes=lanes),
-            **options,
         )
-        self.loader = lakeckpt.LakeLoader(dataset)
+        self.loader = lakeckpt.LakeLoader(dataset, num_workers=workers)
         state = {"model": self.model, "reader": self.loader}
         saving = {"persist_every": 3, "world_size": 1} if saves else {}
         self.lake = LakeReplica(cast(Any, self.manager), folder / "run", state, saves=saves, **saving)
@@ -100,17 +101,20 @@ class Job:
     """Replica groups 0 to ``groups - 1``, of which group 0 saves; ``history`` is step → (epoch, id) of its
     rows, in the newest branch."""
 
-    def __init__(self, folder: Path, *, seed: int, groups: int, ranks: int = 1, lanes: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, seed: int, groups: int, ranks: int = 1, lanes: int | None = None, workers: int = 0
+    ) -> None:
         self.folder, self.ranks, self.lanes = write_table(folder / "events", rows=ROWS).parent, ranks, lanes
-        self.random = random.Random(seed)
-        self.groups = groups
+        self.random, self.groups, self.workers = random.Random(seed), groups, workers
         self.alive: dict[int, list[Replica]] = {group: self.begun(group) for group in range(groups)}
         self.history: dict[int, list[tuple[int, int]]] = {}
         self.jumps: list[int] = []
 
     def begun(self, group: int) -> list[Replica]:
         return [
-            Replica(self.folder, rank, self.ranks, saves=group == 0 and rank == 0, lanes=self.lanes)
+            Replica(
+                self.folder, rank, self.ranks, saves=group == 0 and rank == 0, lanes=self.lanes, workers=self.workers
+            )
             for rank in range(self.ranks)
         ]
 
@@ -188,6 +192,18 @@ def test_every_row_counts_once_in_the_committed_steps(
     assert {one.lake.epoch for one in every} == {2}
     report = audit(open_storage(str(tmp_path / "run")))
     assert report.verdict == "proved", report
+
+
+def test_loader_workers_begin_anew_where_the_replicas_change(tmp_path: Path) -> None:
+    job = Job(tmp_path, seed=0, groups=2, lanes=4, workers=1)
+    for committing in ({0, 1}, set(), {0, 1}):
+        job.take(committing=committing)
+    gone = job.alive.pop(1)
+    job.take(committing={0})
+    job.alive[1] = gone
+    while job.alive[0][0].lake.epoch < 1:
+        job.take(committing={0, 1})
+    assert Counter(row for _, row in job.rows()) == Counter(range(ROWS))
 
 
 def test_a_spare_reads_along_and_takes_no_rows(tmp_path: Path) -> None:

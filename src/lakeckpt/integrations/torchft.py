@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LakeReplica"]
 
+require("torchft-nightly", "2026.10", "2027")
+
 _KEY = "torchft"
 """The name under which the step number of torchft's Manager is saved."""
 
@@ -67,7 +69,6 @@ class LakeReplica:
         saves: bool,
         **options: Any,
     ) -> None:
-        require("torchft-nightly", "2026.10", "2027")
         if manager._use_async_quorum:
             raise ConfigError(
                 "what a step reads depends on the quorum: make the torchft.Manager with use_async_quorum=False"
