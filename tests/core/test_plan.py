@@ -296,3 +296,25 @@ def test_a_place_before_ones_own_is_not_what_others_came_to() -> None:
     for before, after in ((later, state), (later, earlier)):
         with pytest.raises(StateMismatch):
             between(before, after)
+
+
+def test_what_others_consumed_of_an_epoch_is_in_the_layout_that_it_began_with() -> None:
+    mine = start(identity_of(40), epoch=1, num_lanes=2, batch_size=4, world_size=2)
+    theirs = start(identity_of(40), epoch=1, num_lanes=3, batch_size=4, world_size=3)
+    _, theirs = deal_out(theirs, 1)
+    theirs = replan(theirs, num_lanes=2, batch_size=4, world_size=2)
+    ((begin, _),) = between(mine, theirs)
+    assert begin.segment.num_lanes == 3
+    _, mine = deal_out(mine, 1)
+    with pytest.raises(StateMismatch, match=r"\(2,\) became \(3,\)"):
+        between(mine, theirs)
+
+
+def test_what_others_consumed_of_a_stream_is_known_while_its_lanes_stay() -> None:
+    mine = start(identity_of(41, endless=True), epoch=0, num_lanes=6, batch_size=4, world_size=2)
+    _, mine = deal_out(mine, 2)
+    _, theirs = deal_out(replan(mine, num_lanes=6, batch_size=4, world_size=3), 9)
+    assert between(mine, theirs) == [(mine, theirs)]
+    _, theirs = deal_out(replan(mine, num_lanes=4, batch_size=4, world_size=4), 9)
+    with pytest.raises(StateMismatch, match="other lanes"):
+        between(mine, theirs)
