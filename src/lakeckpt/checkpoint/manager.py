@@ -361,6 +361,16 @@ class CheckpointManager:
     def _read_results(self, saves: Saver | Background, *, wanted: int | None = None) -> None:
         self._reporter.report(saves.results(), wanted=wanted)
 
+    def _jump(self, step: int) -> None:
+        """Go on after ``step``: other processes did the steps up to it, and the objects have loaded their state. There
+        is nothing to save before the next `step`."""
+        if step == self._step:
+            return
+        self._step = self._reporter.saved_step = step
+        for track in self._tracks.values():
+            track.jump(step)
+        self._schedule.start(step)
+
     def _ready(self) -> Saver | Background:
         self._refuse_closed()
         if self._saves is None:

@@ -90,6 +90,12 @@ class ReaderTrack:
             self._ahead.stepped(given)
         return self._ahead.basis
 
+    def jump(self, step: int) -> None:
+        """Record that other processes did the steps up to ``step``, and that the reader has loaded their state."""
+        state = read_state(self.reader.state_dict())
+        self._frontier = Frontier(state.epoch, state.step)
+        self._recorder.jump(step, self._frontier)
+
     def check(self, receipt: Receipt) -> None:
         """Refuse a receipt that was not delivered, or that lies before the place that an earlier step has used."""
         last = self.reader.last_receipt
