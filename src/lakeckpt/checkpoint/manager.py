@@ -10,6 +10,7 @@ the thread that calls.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from os import PathLike
@@ -32,6 +33,7 @@ from lakeckpt.checkpoint.report import CheckpointInfo, Reporter, RestoreReport, 
 from lakeckpt.checkpoint.restore.restorer import Restorer
 from lakeckpt.checkpoint.schedule import Schedule, interval_of
 from lakeckpt.checkpoint.sync_save import Saver
+from lakeckpt.counters import RUNS, RunCounters
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.open import open_storage
@@ -115,7 +117,9 @@ class CheckpointManager:
         self._keeper: ProfileKeeper | None = None
         self._saves: Saver | Background | None = None
         self._settings = Settings(keep=rule, timeout_s=timeout_s)
-        self._reporter = Reporter(on_save, warns=on_save_failure == "warn")
+        self._counters = RunCounters(describe(self._storage), self._exchange.rank)
+        self._uncount: Callable[[], object] = lambda: None
+        self._reporter = Reporter(on_save, warns=on_save_failure == "warn", counters=self._counters)
         self._shared = {
             "persist_every": str(every),
             "capture_every": repr(capture_every),
@@ -214,11 +218,15 @@ class CheckpointManager:
             settings=self._settings,
             waiter=self._waiter,
             gate=None if self._bubbles is None else self._bubbles.gate,
+            counters=self._counters,
         )
         if self._bubbles is not None:
             rank, world_size = self._exchange.rank, self._exchange.world_size
             self._keeper = self._bubbles.kept(self._storage, attempt=attempt.number, rank=rank, world_size=world_size)
         self._schedule.start(done)
+        restored = None if self._report is None else self._report.restored
+        self._counters.begin(done, attempt.recorded, time.time() if restored is None else restored.created_s)
+        self._uncount = RUNS.follow(self, self._counters)
 
     def step(self, batch: Any = None, *, metric: float | None = None) -> None:
         """Count an optimizer step, and save if the policy says so. Call it on every rank after each optimizer step,
@@ -241,10 +249,11 @@ class CheckpointManager:
         receipts = by_reader(batch, self._tracks)
         self._metric = held_metric(metric)
         self._step += 1
+        self._counters.step = self._step
         self._watch.stepped(cut_all(self._tracks, self._step, receipts))
         if self._bubbles is not None:
             self._bubbles.gate.cut(self._step)
-        with self._reporter.warning_of(self._step):
+        with self._reporter.warning_of(self._step), self._reporter.stalling():
             if self._schedule.is_due(self._step):
                 self._save(saves, sync=False)
             else:
@@ -274,7 +283,8 @@ class CheckpointManager:
             self._metric = held_metric(metric)
         self._schedule.begins()
         handle = None if sync else self._reporter.handle(self._step, self.wait)
-        self._save(saves, sync=sync)
+        with self._reporter.stalling():
+            self._save(saves, sync=sync)
         return self._reporter.newest if handle is None else handle
 
     def wait(self) -> CheckpointInfo | None:
@@ -306,6 +316,7 @@ class CheckpointManager:
     def _close(self, *, well: bool) -> None:
         if not self._closed:
             self._closed = True
+            self._uncount()
             try:
                 if well:
                     self._watch.check_stepped()
@@ -353,7 +364,11 @@ class CheckpointManager:
             self._saves.stop(failure, at_exit=at_exit)
 
     def _save(self, saves: Saver | Background, *, sync: bool) -> None:
-        saves.save(self._step, self._metric, patient=sync)
+        try:
+            saves.save(self._step, self._metric, patient=sync)
+        except Exception:
+            self._counters.failed += 1
+            raise
         if sync:
             saves.wait()
         self._read_results(saves, wanted=self._step if sync else None)
