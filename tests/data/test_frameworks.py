@@ -1,7 +1,8 @@
 """What accelerate, transformers' Trainer and Lightning do with a LakeLoader or LakeDataset, done here as they do it.
 
-The doubles are cut down from accelerate 1.15, transformers 5.23 and Lightning 2.6, in modules of the same names: what
-lakeckpt recognises is who calls. None of the frameworks is needed.
+The doubles are cut down from accelerate 1.15, transformers 5.24 and Lightning 2.6, in modules of the same names: what
+lakeckpt recognises is who calls. None of the frameworks is needed here; ``tests/frameworks`` asks accelerate and
+transformers themselves.
 """
 
 from __future__ import annotations
