@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-from lakeckpt import LakeDataset, LakeLoader, load
+from lakeckpt import LakeDataset, LakeLoader, load, mix
 from lakeckpt.cli.main import main
 from lakeckpt.errors import ConfigError, StateUnavailable
 from lakeckpt.integrations.transformers import LakeTrainer
@@ -153,11 +153,16 @@ def test_epochs_go_on_from_the_newest_checkpoint_and_end_with_their_last_group(a
 
 
 def test_steps_and_their_schedule_are_counted_anew_where_an_epoch_has_others(attempts: Attempts) -> None:
+    rates: dict[int, float] = {}
+
+    class Rates(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any, **others: Any) -> None:
+            rates[state.global_step + 1] = optimizer.param_groups[0]["lr"]
+
     attempts.run(8, num_train_epochs=2, gradient_accumulation_steps=2)
-    trainer = attempts.run(num_train_epochs=2, gradient_accumulation_steps=1, logging_steps=1)
+    trainer = attempts.run(num_train_epochs=2, gradient_accumulation_steps=1, callbacks=[Rates()])
     assert attempts.counts == TWICE
     assert trainer.state.max_steps == trainer.state.global_step == 6 + (26 - 12) + 26
-    rates = {entry["step"]: entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry}
     assert rates[7] == pytest.approx(5e-5 * (1 - 6 / 26)) and rates[8] == pytest.approx(5e-5 * (1 - 7 / 46))
     assert trainer.optimizer.param_groups[0]["lr"] == 0
 
@@ -190,6 +195,30 @@ def test_an_evaluation_that_draws_random_numbers_is_before_the_cut(tmp_path: Pat
             model = attempts.run(stop, **options).model
         weights.append(model.transformer.wte.weight)
     assert torch.equal(*weights)
+
+
+def repeated(row: Any) -> list[Any]:
+    return [row] * (int(row["input_ids"][1]) % 3)
+
+
+def some_rows(dataset: LakeDataset) -> LakeDataset:
+    return LakeDataset(dataset.table, batch_size=4, shuffle=True, seed=7, transform=repeated, rows="many")
+
+
+def mixed(dataset: LakeDataset) -> Any:
+    other = LakeDataset(dataset.table, batch_size=4, seed=8)
+    return mix({"one": (dataset, 2.0), "other": (other, 1.0)}, batch_size=4)
+
+
+@pytest.mark.parametrize("loads", [some_rows, mixed])
+def test_flows_and_mixtures_go_on_in_any_step(tmp_path: Path, loads: Any) -> None:
+    """Some rows: 99 of an epoch, in 25 batches, of which the last has no other to make a step with."""
+    options = {"loads": loads, "max_steps": 40, "gradient_accumulation_steps": 2}
+    whole, killed = Attempts(tmp_path / "whole"), Attempts(tmp_path / "killed")
+    whole.run(**options)
+    for stop in (8, 14, 26, -1):
+        killed.run(stop, **options)
+    assert len(whole.history) == 40 and killed.history == whole.history
 
 
 def test_a_run_that_is_done_trains_nothing(attempts: Attempts) -> None:

@@ -29,7 +29,7 @@ from lakeckpt.lake.storage.base import Storage
 
 __all__ = ["LakeTrainer"]
 
-require("transformers", "5.10", "5.25")
+require("transformers", "5.20", "5.25")
 
 _NOTES = (
     "log_history",
