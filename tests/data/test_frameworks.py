@@ -1,7 +1,8 @@
 """What accelerate, transformers' Trainer and Lightning do with a LakeLoader or LakeDataset, done here as they do it.
 
-The doubles are cut down from accelerate 1.15, transformers 5.23 and Lightning 2.6, in modules of the same names: what
-lakeckpt recognises is who calls. None of the frameworks is needed.
+The doubles are cut down from accelerate 1.15, transformers 5.24 and Lightning 2.6, in modules of the same names: what
+lakeckpt recognises is who calls. None of the frameworks is needed here; ``tests/frameworks`` asks accelerate and
+transformers themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lakeckpt import LakeDataset, LakeLoader
+from lakeckpt import LakeDataset, LakeLoader, mix
 from lakeckpt.data.batch import Batch
 from lakeckpt.errors import ConfigError, StateUnavailable
 from lakeckpt.reading.columns.ragged import Ragged
@@ -315,6 +316,17 @@ def test_a_prepared_loader_is_not_ahead_of_its_loop_and_enters_its_checkpoints(l
     other = loader_of(lake)
     other.load_state_dict(loader.state_dict())
     assert ids(other) == whole[3:]
+
+
+def test_a_mixture_is_prepared_and_stays_where_a_framework_counts_epochs(lake: Path, prepare: Any) -> None:
+    sources = {name: (dataset_of(table_of(lake), batch_size=4, columns=["id"]), 1.0) for name in ("one", "other")}
+    loader = prepare(LakeLoader(mix(sources, batch_size=4)))
+    batches = iter(loader)
+    first = next(batches)
+    loader.set_epoch(0)
+    assert first["id"].device.type == next(batches)["id"].device.type == "meta" and not loader.end_of_dataloader
+    with pytest.raises(ConfigError, match="no epoch to go to"):
+        loader.set_epoch(1)
 
 
 def rows_of(lake: Path, **options: Any) -> LakeDataset:

@@ -316,10 +316,10 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle."""
-        self._early = None
-        self.dataset.set_epoch(epoch)
-        if self._restarts is not None:
-            self._restarts = epoch
+        if epoch != self.epoch:
+            self._early = None
+            self.dataset.set_epoch(epoch)
+            self._restarts = None if self._restarts is None else epoch
 
     def _framework_epoch(self, epoch: int) -> None:
         """Go to the epoch that a framework begins, if there are any; it may have asked for an iterator already."""

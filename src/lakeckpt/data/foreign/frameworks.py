@@ -47,7 +47,7 @@ _DEALERS = frozenset({"DataLoaderDispatcher", "IterableDatasetShard"})
 _AHEAD = frozenset({"DataLoaderDispatcher", "DataLoaderShard"})
 _INSTEAD = (
     "Give it a lakeckpt.LakeLoader, which accelerate takes as it is: accelerator.prepare(loader), or with "
-    "transformers' Trainer a get_train_dataloader() that returns it"
+    "transformers' Trainer a lakeckpt.integrations.transformers.LakeTrainer"
 )
 
 
