@@ -21,6 +21,7 @@ COMPUTED = "<computed>"
 LEVELS = {
     "errors": 0,
     "counters": 0,
+    "progress": 0,
     "wire": 1,
     "core": 2,
     "lake": 3,
@@ -43,6 +44,7 @@ SIDEWAYS = {("checkpoint", "tracking"), ("demo", "cli"), ("cli", "demo")}
 THIRD_PARTY = {
     "errors": set(),
     "counters": set(),
+    "progress": {"rich"},
     "metrics": {"prometheus_client", "opentelemetry"},
     "wire": {"numpy", "msgpack"},
     "core": {"numpy"},

@@ -80,7 +80,7 @@ def open_saves(
     tracks: Mapping[str, ReaderTrack],
     settings: Settings,
     waiter: Waiter,
-    counters: RunCounters,
+    counters: RunCounters | None = None,
     gate: Gate | None = None,
 ) -> Saver | Background:
     """Return what saves ``objects`` and ``tracks``, for a history that goes on after ``step``: while training waits, or
@@ -125,7 +125,7 @@ def _open_agent(
     step: int,
     settings: Settings,
     gate: Gate | None,
-    counters: RunCounters,
+    counters: RunCounters | None,
 ) -> tuple[CaptureEngine, AgentLink, Generations]:
     """Start what captures ``objects``, and the agent that persists captures."""
     place.arenas.make()
