@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from lakeckpt.errors import ConfigError
 from lakeckpt.metrics import METRICS, Collector, readings
 from lakeckpt.metrics.open_telemetry import instrument_name
 from tests.frameworks.harness import write_table
+from tests.patience import PATIENCE_S
 
 pytestmark = pytest.mark.frameworks
 
@@ -129,6 +131,21 @@ def test_an_endpoint_frees_its_port_and_a_port_that_is_taken_is_an_error() -> No
     with lakeckpt.metrics.serve(first.port, host="127.0.0.1") as again:
         assert again.port == first.port
         assert "lakeckpt_rows_total" not in prometheus_client.generate_latest().decode()
+
+
+def test_a_forked_worker_that_outlives_the_endpoint_does_not_keep_its_port() -> None:
+    first = lakeckpt.metrics.serve(host="127.0.0.1")
+    over = multiprocessing.get_context("fork").Event()
+    worker = multiprocessing.get_context("fork").Process(target=over.wait, args=(PATIENCE_S,))
+    worker.start()
+    try:
+        assert scraped(first.port) is not None
+        first.close()
+        with lakeckpt.metrics.serve(first.port, host="127.0.0.1") as again:
+            assert scraped(again.port) is not None
+    finally:
+        over.set()
+        worker.join()
 
 
 def test_a_collector_joins_the_metrics_of_ones_own_registry(job: Iterator[int]) -> None:

@@ -1,12 +1,15 @@
 """This module shows the metrics of this process to Prometheus, by the library prometheus_client.
 
-`serve` starts an HTTP server of that library, on a thread, which `Endpoint.close` ends and joins. A process that has an
-endpoint of its own registers a `Collector` instead. The library is imported when one of them is used.
+`serve` starts an HTTP server of that library, on a thread, which `Endpoint.close` ends and joins. A forked process, as
+loader workers are, closes its copy of the socket: it would keep the port when the trainer has ended. A process that has
+an endpoint of its own registers a `Collector` instead. The library is imported when one of them is used.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -42,6 +45,7 @@ class Endpoint:
 
     def __init__(self, server: Any, thread: threading.Thread) -> None:
         self._server, self._thread = server, thread
+        _served.add(self)
         self.port: int = server.server_port
         """The port on which it listens."""
 
@@ -59,6 +63,17 @@ class Endpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_served: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    for one in list(_served):
+        one._server.socket.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
 
 
 def serve(port: int = 0, *, host: str = "0.0.0.0") -> Endpoint:
