@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import lakeckpt
-from lakeckpt import LakeDataset, open_table, progress
+from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, open_table, progress
+from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.progress import progress_bar
 from lakeckpt.reading.filters.count import count_rows
 from lakeckpt.reading.packed.packing import count_tokens
@@ -123,3 +128,20 @@ def test_counting_of_a_dataset_that_takes_long_is_shown(lake: Path, monkeypatch:
     monkeypatch.setattr("lakeckpt.data.place.selecting._SHOWN_S", 0.0)
     assert LakeDataset(lake, batch_size=2, filters=[("string", "!=", "a")]).selection is not None
     assert "\rrow groups counted 100%" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(("work", "phase"), [(audit, "records"), (verify, "bytes")])
+def test_audit_and_verify_call_back_up_to_the_total_of_each_phase(
+    work: Callable[..., object], phase: str, lake: Path, tmp_path: Path
+) -> None:
+    loader, storage = LakeLoader(LakeDataset(lake, batch_size=4)), LocalStorage(tmp_path / "run")
+    with CheckpointManager(storage, {"reader": loader}, persist_every=2) as manager:
+        manager.restore()
+        for batch in itertools.islice(loader, 6):
+            manager.step(batch)
+    seen: list[tuple[int, int, str]] = []
+    work(storage, progress=lambda *now: seen.append(now))
+    assert seen[:4] == [(done, 4, "log") for done in range(1, 5)]  # the attempt, and three commits
+    done = [one[0] for one in seen[4:]]
+    assert {one[1:] for one in seen[4:]} == {(done[-1], phase)}
+    assert done == sorted(set(done)) and len(done) >= 3

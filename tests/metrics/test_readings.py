@@ -27,6 +27,7 @@ from lakeckpt.errors import SaveFailed, StorageError
 from lakeckpt.metrics import METRICS, Reading, read, readings
 from tests.checkpoint.rig import manager, train_step, training
 from tests.lakes import LakeSpec
+from tests.patience import PATIENCE_S
 
 LAKE = LakeSpec(files=((40, 24), (36,)), columns=("string",))
 """100 rows in three row groups."""
@@ -116,10 +117,13 @@ def test_batches_behind_one_that_is_not_decoded_are_not_ready() -> None:
 def test_batches_that_came_from_workers_are_ready(lake: Path) -> None:
     loader = loader_of(lake, num_workers=1, batch_size=2)
     iterator = iter(loader)
-    seen = set()
-    for _ in iterator:
-        seen.add(of("batches_ready")["loader",])
-    assert max(seen) >= 1
+    next(iterator)  # the first group has one
+    until_s = time.monotonic() + PATIENCE_S
+    while not of("batches_ready")["loader",] and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert of("batches_ready")["loader",] >= 1  # in torch's queue
+    seen = {of("batches_ready")["loader",] for _ in iterator}
+    assert max(seen) > 1
 
 
 def test_epochs_are_exact_at_every_batch_and_on_other_ranks(lake: Path) -> None:

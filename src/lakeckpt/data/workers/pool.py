@@ -105,7 +105,7 @@ class Workers:
 
     @property
     def ready(self) -> int:
-        """How many micro-batches have come from the workers, and wait for the loop. Any thread may ask."""
+        """About how many micro-batches have come from the workers, and wait for the loop. Any thread may ask."""
         return sum(worker.ready for worker in self._workers)
 
     def close(self) -> None:
@@ -150,6 +150,8 @@ class _Worker:
         """torch's iterator."""
         self._last = Group(self._memory.number)
         """The group that the loop is at."""
+        self._size = 1
+        """How many micro-batches the group had that came last."""
 
     def begin(self, beginning: Beginning) -> None:
         """Have the worker read what follows ``beginning``, and forget what has come."""
@@ -184,8 +186,10 @@ class _Worker:
 
     @property
     def ready(self) -> int:
-        """The micro-batches of the group that the loop is at. Of groups that wait in torch's queue nothing is known."""
-        return len(self._last.arrived)
+        """The micro-batches of the group that the loop is at, and of groups that wait in torch's queue. What these hold
+        is not known before they are received: each counts as the last one did."""
+        queue = getattr(self._groups, "_data_queue", None)
+        return len(self._last.arrived) + (0 if queue is None else queue.qsize() * self._size)
 
     @property
     def is_alive(self) -> bool:
@@ -207,6 +211,7 @@ class _Worker:
         try:
             group: Group = next(self._groups)
             add_stores(group.stores)
+            self._size = len(group.arrived)
             return group
         except RuntimeError as error:
             typed = self._typed(str(error), assignment.receipt)
