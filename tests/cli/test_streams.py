@@ -83,7 +83,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("has_rich", [True, False])
-@pytest.mark.parametrize("command", ["audit", "verify", "explain", "plan"])
+@pytest.mark.parametrize("command", ["audit", "verify", "inspect", "explain", "plan"])
 def test_commands_that_take_long_show_progress_on_a_terminal_and_nothing_elsewhere(
     command: str, has_rich: bool, lake: Path, good_run: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
