@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any, ClassVar, Generic, TypeVar
 
 __all__ = [
@@ -117,9 +117,10 @@ class RunCounters(Counters):
     beside_bytes: int = 0
     """Bytes that were copied beside training, where no idle windows are watched."""
 
-    def begin(self, step: int, committed_step: int, committed_s: float) -> None:
-        """Note where an attempt begins."""
-        self.step, self.committed_step, self.committed_s = step, committed_step, committed_s
+    def begin(self, step: int, committed_step: int, restored: Any) -> None:
+        """Note where an attempt begins; ``restored`` is the commit that it restored (``created_s``), None: now."""
+        self.step, self.committed_step = step, committed_step
+        self.committed_s = time() if restored is None else restored.created_s
 
     def committed(self, step: int, created_s: float, took_s: float) -> None:
         """Count a commit of the cut of ``step``."""

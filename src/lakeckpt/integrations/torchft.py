@@ -201,7 +201,7 @@ class LakeReplica:
                 one.load_state_dict(found[name])
         self._batches, self._expected = None, self._manager.current_step()
         if self._checkpoints is not None:
-            self._checkpoints._jump(self._expected)
+            _go_on_after(self._checkpoints, self._expected)
 
 
 def _loader_of(state: Mapping[str, Any]) -> LakeLoader:
@@ -224,3 +224,14 @@ def _loader_of(state: Mapping[str, Any]) -> LakeLoader:
                 f"the rows of {what} cannot be dealt to replicas that die and heal: read one table as it is"
             )
     return loaders[0]
+
+
+def _go_on_after(checkpoints: CheckpointManager, step: int) -> None:
+    """Let the manager go on after ``step``: other processes did the steps up to it, and the objects have loaded their
+    state. There is nothing to save before the next step."""
+    if step == checkpoints.steps_done:
+        return
+    checkpoints._step = checkpoints._reporter.saved_step = step
+    for track in checkpoints._tracks.values():
+        track.jump(step)
+    checkpoints._schedule.start(step)

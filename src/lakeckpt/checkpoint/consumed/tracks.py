@@ -25,7 +25,7 @@ from lakeckpt.errors import ConfigError, StateError
 from lakeckpt.tracking.readers import DeliveringReader, TrackedReader, index_of, versions_of
 from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
 
-__all__ = ["Journal", "Pending", "ReaderTrack", "by_reader", "cut_all"]
+__all__ = ["Journal", "Pending", "ReaderTrack", "by_reader", "cut_all", "tracks_of"]
 
 
 Pending = Mapping[str, tuple[PendingRecord, ...]]
@@ -307,3 +307,9 @@ def _shown(stated: Any) -> str:
     if isinstance(stated, Mapping):
         return f"a {type(stated).__name__} with {sorted(map(str, stated))[:8]}"
     return f"{stated!r:.60}"
+
+
+def tracks_of(objects: Mapping[str, Any], attempt: int) -> dict[str, ReaderTrack]:
+    """Return name → the track of each reader among ``objects``, for an attempt that begins."""
+    readers = {name: one for name, one in objects.items() if isinstance(one, TrackedReader)}
+    return {name: ReaderTrack(name, one, attempt=attempt) for name, one in readers.items()}
