@@ -1,0 +1,51 @@
+"""Train as `docs/how-to/ddp.md` does, on processors, and note which rows each step used (`tests.frameworks.notes`).
+
+The table lies in ``table`` of the working directory, and the run in ``run``. A step takes at least 50 ms, as if a GPU
+computed, so that a test meets the job in the middle of an epoch. Notes have the number that the run gave an attempt.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import lakeckpt
+from tests.frameworks.notes import note
+
+EPOCHS = 2
+EPOCH = 1_000
+"""What is added to the ids of each later epoch, so that each row of each epoch has a number of its own."""
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = lakeckpt.ReadOptions(num_lanes=24)
+    dataset = lakeckpt.LakeDataset("table", batch_size=4, shuffle=True, seed=7, options=options)
+    loader = lakeckpt.LakeLoader(dataset)
+    state = {"model": model, "optimizer": optimizer, "reader": loader}
+    with lakeckpt.CheckpointManager("run", state, persist_every=5) as manager:
+        step = manager.restore()
+        assert manager.restore_report is not None
+        os.environ["ATTEMPT"] = str(manager.restore_report.attempt)
+        for _ in range(loader.epoch, EPOCHS):
+            for batch in loader:
+                loss = (model(batch["x"][:, None])[:, 0] - batch["y"]).square().sum()
+                optimizer.zero_grad()
+                (loss / max(1, batch.receipt.rows) * batch.receipt.weight).backward()
+                optimizer.step()
+                step += 1
+                note(step, (batch["id"] + EPOCH * batch.receipt.epoch).tolist())
+                manager.step(batch)
+                time.sleep(0.05)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
