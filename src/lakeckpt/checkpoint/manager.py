@@ -27,6 +27,7 @@ from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.history import not_rolled_back
 from lakeckpt.checkpoint.persist.log import read_log
 from lakeckpt.checkpoint.persist.publish import Settings
+from lakeckpt.checkpoint.preemption.preemption import Preempted, Preemption
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of
 from lakeckpt.checkpoint.report import CheckpointInfo, Reporter, RestoreReport, SaveHandle
 from lakeckpt.checkpoint.restore.restorer import Restorer
@@ -69,6 +70,10 @@ class CheckpointManager:
         rank, world_size: checked against the group's, where given.
         storage_options: options of the object store, such as credentials.
         timeout_s: how long a rank waits for another one in a save or restore, in seconds.
+        save_on: signals, such as ``("SIGTERM", "SIGUSR1")``. When one reaches some rank, all ranks save the next cut,
+            and `step` raises SystemExit with 128 + its number (143 for SIGTERM). Where a rank has come to no cut
+            ``grace_s`` seconds later, or is gone, all end at once and save nothing; agents persist what was captured.
+        requeue: ``"slurm"``: rank 0 then runs ``scontrol requeue``, but not where a rank is gone.
         on_save: called with the `CheckpointInfo` of each checkpoint that this manager commits, on the training thread.
         on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails; a failure of the last
             save, at the end of the ``with`` block, is raised in both cases. A superseded attempt, a
@@ -94,6 +99,9 @@ class CheckpointManager:
         world_size: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
+        save_on: Collection[str] = (),
+        grace_s: float = 15.0,
+        requeue: Literal["slurm"] | None = None,
         on_save: Callable[[CheckpointInfo], object] | None = None,
         on_save_failure: Literal["raise", "warn"] = "raise",
     ) -> None:
@@ -116,11 +124,13 @@ class CheckpointManager:
         self._saves: Saver | Background | None = None
         self._settings = Settings(keep=rule, timeout_s=timeout_s)
         self._reporter = Reporter(on_save, warns=on_save_failure == "warn")
+        self._preemption = Preemption(save_on, self._exchange, self._reporter, grace_s=grace_s, requeue=requeue)
         self._shared = {
             "persist_every": str(every),
             "capture_every": repr(capture_every),
             "keep": repr(rule),
             "on_save_failure": on_save_failure,
+            "save_on": self._preemption.names,
         }
         self._schedule = Schedule(every, self._exchange, self._waiter)
         self._tracks: dict[str, ReaderTrack] = {}
@@ -191,6 +201,7 @@ class CheckpointManager:
         done, attempt, self._report = restorer.restore()
         # If one rank cannot begin, none does: the others would wait for it at the first save.
         Together(self._exchange).do(lambda: self._begin(done, attempt))
+        self._preemption.start(done, has_agent=self._place is not None)
         return done
 
     def _begin(self, done: int, attempt: Attempt) -> None:
@@ -244,13 +255,16 @@ class CheckpointManager:
         self._watch.stepped(cut_all(self._tracks, self._step, receipts))
         if self._bubbles is not None:
             self._bubbles.gate.cut(self._step)
-        with self._reporter.warning_of(self._step):
+        with self._preemption.busy(), self._reporter.warning_of(self._step):
             if self._schedule.is_due(self._step):
                 self._save(saves, sync=False)
             else:
                 if self._capture_every is not None and self._step % self._capture_every == 0:
                     saves.cut(self._step)
                 self._read_results(saves)
+        if self._preemption.stops_at(self._step):
+            self._save_last()
+            self._preemption.leave()
 
     @overload
     def save(self, *, metric: float | None = None, sync: Literal[True] = True) -> CheckpointInfo: ...
@@ -274,7 +288,8 @@ class CheckpointManager:
             self._metric = held_metric(metric)
         self._schedule.begins()
         handle = None if sync else self._reporter.handle(self._step, self.wait)
-        self._save(saves, sync=sync)
+        with self._preemption.busy():
+            self._save(saves, sync=sync)
         return self._reporter.newest if handle is None else handle
 
     def wait(self) -> CheckpointInfo | None:
@@ -282,7 +297,8 @@ class CheckpointManager:
         None where it committed none. Errors as for `save`."""
         self._refuse_closed()
         if self._saves is not None:
-            self._saves.wait()
+            with self._preemption.busy():
+                self._saves.wait()
             self._read_results(self._saves)
         return self._reporter.newest
 
@@ -315,6 +331,7 @@ class CheckpointManager:
                     self._keeper.end()
             finally:
                 self._exchange.close()
+                self._preemption.close(well=well)
 
     def __enter__(self) -> Self:
         return self
@@ -325,23 +342,19 @@ class CheckpointManager:
         """Save the last cut if the body ended well and it is not saved yet. After an exception, save nothing; where
         cuts are captured, the newest that is complete on all ranks is persisted, as where processes die. A save that
         fails here is such an exception."""
-        well, failure = False, error
+        failure = None if isinstance(error, Preempted) else error
         try:
             if kind is None and not self._closed and self._saves is not None:
-                if self._saves.is_saving(self._step):
-                    with self._reporter.warning_of(self._step):
-                        self.wait()
-                if self._reporter.saved_step != self._step:  # on all ranks, or on none
-                    self.save()
-                self.wait()
-            well = kind is None
+                with self._preemption.busy(last=True):
+                    self._save_last()
+                self._preemption.leave()
         except BaseException as own:
-            failure = own
+            failure = None if isinstance(own, Preempted) else own
             raise
         finally:
             if failure is not None and not self._closed:
                 self._stop(failure, at_exit=error is None)
-            self._close(well=well)
+            self._close(well=failure is None)
 
     # --- inside
 
@@ -351,6 +364,15 @@ class CheckpointManager:
             note_stop(self._exchange, failure)
         else:
             self._saves.stop(failure, at_exit=at_exit)
+
+    def _save_last(self) -> None:
+        """Save the last cut where it is not saved, on all ranks or on none, and wait for all saves."""
+        if self._ready().is_saving(self._step):
+            with self._reporter.warning_of(self._step):
+                self.wait()
+        if self._reporter.saved_step != self._step:
+            self.save()
+        self.wait()
 
     def _save(self, saves: Saver | Background, *, sync: bool) -> None:
         saves.save(self._step, self._metric, patient=sync)

@@ -28,6 +28,7 @@ from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.workers.groups import Arrived, Group
 from lakeckpt.data.workers.packing import unpack
 from lakeckpt.data.workers.reader import Beginning, Limits, Task, WorkerInit, WorkerReader
+from lakeckpt.data.workers.signals import blocked_signals, ignored_signals
 from lakeckpt.data.workers.slots import SlotMemory
 from lakeckpt.data.workers.start_method import GUARD, check_picklable, worker_context
 from lakeckpt.errors import ConfigError, StateUnavailable, WorkerDied, WorkerTimeout
@@ -78,7 +79,7 @@ class Workers:
         self._iteration = 0
         self._process = os.getpid()
         self._workers = [
-            _Worker(dataset, WorkerInit(number, num_workers, worker_init_fn), limits, options)
+            _Worker(dataset, WorkerInit(number, num_workers, worker_init_fn, ignored_signals()), limits, options)
             for number in range(num_workers)
         ]
 
@@ -150,7 +151,8 @@ class _Worker:
         assert self._loader is not None
         self._tasks.beginning, self._last = beginning, Group(self._memory.number)
         try:
-            groups = iter(self._loader)
+            with blocked_signals():
+                groups = iter(self._loader)
         except (RuntimeError, EOFError, ConnectionError) as error:
             if isinstance(error, RuntimeError) and "bootstrapping" not in str(error):
                 raise

@@ -13,7 +13,7 @@ A worker never decides an order, and its place counts for no state. An exception
 because torch would go on with the next task after an exception that it carries itself.
 
 In a worker that was not forked, `WorkerInit` starts a daemon thread that ends the process when the main process has
-gone. Nobody joins the thread.
+gone, and another one where the main process handles signals (`lakeckpt.data.workers.signals`). Nobody joins them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from lakeckpt.data.flows.reading import FlowReading
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.workers.groups import Group
 from lakeckpt.data.workers.packing import pack
+from lakeckpt.data.workers.signals import end_by_main
 from lakeckpt.data.workers.slots import SlotMemory, Slots
 from lakeckpt.errors import LakeckptError
 
@@ -138,11 +139,14 @@ class WorkerInit:
     worker: int
     workers: int
     worker_init_fn: Callable[[int], None] | None
+    ignored: frozenset[int]
+    """The signals that the worker ignores."""
 
     def __call__(self, _: int) -> None:
         """Prepare this process, and call the user's function in it."""
         gc.freeze()  # a collection need not look at what is there now
         _end_with_main()
+        end_by_main(self.ignored)
         info = get_worker_info()
         assert info is not None and isinstance(info.dataset, WorkerReader)
         torch_worker._worker_info = torch_worker.WorkerInfo(
