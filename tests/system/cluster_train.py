@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,11 @@ EPOCH = 1_000
 """What is added to the ids of each later epoch, so that each row of each epoch has a number of its own."""
 
 
+def arguments() -> dict[str, Any]:
+    """Return the manager's arguments of docs/how-to/slurm.md, where the test wants them."""
+    return {"save_on": ("SIGTERM",), "requeue": "slurm"} if os.environ.get("ON_SIGNAL") else {}
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -30,7 +36,7 @@ def main() -> None:
     dataset = lakeckpt.LakeDataset("table", batch_size=4, shuffle=True, seed=7, options=options)
     loader = lakeckpt.LakeLoader(dataset)
     state = {"model": model, "optimizer": optimizer, "reader": loader}
-    with lakeckpt.CheckpointManager("run", state, persist_every=5) as manager:
+    with lakeckpt.CheckpointManager("run", state, persist_every=5, **arguments()) as manager:
         step = manager.restore()
         assert manager.restore_report is not None
         os.environ["ATTEMPT"] = str(manager.restore_report.attempt)
