@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.frameworks.harness import ROOT, Job, write_table
 from tests.patience import PATIENCE_S
@@ -48,6 +49,11 @@ class ClusterJob(Job):
             return len({line["step"] for line in lines if line["attempt"] in seen})
 
         wait(lambda: noted() >= steps, self.text)
+
+    def newest(self) -> int | None:
+        """Return the step of the newest checkpoint."""
+        tip = read_history(LocalStorage(self.folder / "run")).tip
+        return None if tip is None else tip.step
 
     def text(self) -> str:
         """Return the ends of all that the job wrote."""

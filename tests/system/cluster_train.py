@@ -2,13 +2,14 @@
 
 The table lies in ``table`` of the working directory, and the run in ``run``. A step takes at least 50 ms, as if a GPU
 computed, so that a test meets the job in the middle of an epoch. Notes have the number that the run gave an attempt.
+``MANAGER`` in the environment has arguments of the manager, as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,6 @@ EPOCH = 1_000
 """What is added to the ids of each later epoch, so that each row of each epoch has a number of its own."""
 
 
-def arguments() -> dict[str, Any]:
-    """Return the manager's arguments of docs/how-to/slurm.md, where the test wants them."""
-    return {"save_on": ("SIGTERM",), "requeue": "slurm"} if os.environ.get("ON_SIGNAL") else {}
-
-
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -36,7 +32,8 @@ def main() -> None:
     dataset = lakeckpt.LakeDataset("table", batch_size=4, shuffle=True, seed=7, options=options)
     loader = lakeckpt.LakeLoader(dataset)
     state = {"model": model, "optimizer": optimizer, "reader": loader}
-    with lakeckpt.CheckpointManager("run", state, persist_every=5, **arguments()) as manager:
+    arguments = {"persist_every": 5, **json.loads(os.environ.get("MANAGER", "{}"))}
+    with lakeckpt.CheckpointManager("run", state, **arguments) as manager:
         step = manager.restore()
         assert manager.restore_report is not None
         os.environ["ATTEMPT"] = str(manager.restore_report.attempt)

@@ -46,14 +46,14 @@ SlurmctldLogFile={folder}/controller.log
 SlurmdLogFile={folder}/%n.log
 FirstJobId={first_job}
 ReturnToService=2
-KillWait=10
+KillWait=60
 OverTimeLimit=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=sched_interval=2
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[0]} CPUs=1
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1
-PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=30
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=120
 PartitionName=urgent Nodes=ALL PriorityTier=2
 """
 

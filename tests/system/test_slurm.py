@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.system.cluster_job import ClusterJob, block_of
-from tests.system.slurm import Slurm
+from tests.system.cluster_job import ClusterJob, block_of, wait
+from tests.system.slurm import NODES, Slurm
 
 
 @pytest.fixture(scope="module")
@@ -17,12 +19,16 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield one
 
 
-def submitted(slurm: Slurm, folder: Path) -> tuple[ClusterJob, str]:
-    """Submit the page's script; the job in ``folder``, and its number."""
+ON_SIGNAL = {"save_on": ["SIGTERM"], "requeue": "slurm"}
+"""The arguments of the page."""
+
+
+def submitted(slurm: Slurm, folder: Path, manager: Mapping[str, Any] = ON_SIGNAL) -> tuple[ClusterJob, str]:
+    """Submit the page's script, with ``manager`` as arguments of the manager; the job in ``folder``, and its number."""
     job = ClusterJob(folder / "job")
     script = job.folder / "job.sh"
     script.write_text(block_of("slurm.md", "bash"))
-    return job, slurm.submit(script, environment={**job.environment, "ON_SIGNAL": "1"})
+    return job, slurm.submit(script, environment={**job.environment, "MANAGER": json.dumps(manager)})
 
 
 def goes_on(slurm: Slurm, number: str) -> None:
@@ -63,3 +69,15 @@ def test_a_job_that_is_cancelled_is_not_requeued(slurm: Slurm, tmp_path: Path) -
     slurm.ask("scancel", number)
     slurm.wait_for(number, "CANCELLED")
     assert slurm.fields(number)["Restarts"] == "0"
+    assert job.newest() == max(job.history()), job.text()
+
+
+def test_with_proctrack_pgid_agents_outlive_a_killed_step_and_persist_its_newest_cut(tmp_path: Path) -> None:
+    captures = {"capture_every": 1, "persist_every": 10_000, "arenas": "arenas"}
+    with Slurm(tmp_path / "slurm", proctrack="pgid") as slurm:
+        job, number = submitted(slurm, tmp_path, captures)
+        job.wait_for_steps(8)
+        slurm.ask("scancel", "--signal=KILL", f"{number}.0")
+        slurm.wait_for(number, "FAILED")
+        wait(lambda: not any(map(slurm.processes_of, NODES)), job.text)
+    assert job.newest(), job.text()

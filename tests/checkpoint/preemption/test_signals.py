@@ -173,7 +173,7 @@ def test_a_forked_child_has_the_handlers_of_before_and_does_not_wake_its_parent(
 
 
 @pytest.mark.parametrize(
-    ("state", "status", "asked", "told"),
+    ("state", "status", "asked", "report"),
     [
         ("RUNNING", 0, "requeue 4711\n", "the job is requeued"),
         ("RUNNING", 1, "requeue 4711\n", "scontrol requeue 4711 failed: no such job"),
@@ -187,7 +187,7 @@ def test_rank_0_requeues_the_running_job_of_slurm_after_the_commit(
     state: str,
     status: int,
     asked: str,
-    told: str,
+    report: str,
 ) -> None:
     storage, objects = MemoryStorage(), training()
     script, orders = tmp_path / "scontrol", tmp_path / "asked"
@@ -207,4 +207,4 @@ def test_rank_0_requeues_the_running_job_of_slurm_after_the_commit(
     with pytest.raises(SystemExit):
         train_to_the_signal(manager(storage, objects, save_on="SIGUSR1", requeue="slurm"), objects)
     assert steps == [1] and orders.read_text() == asked
-    assert told in capfd.readouterr().err
+    assert report in capfd.readouterr().err
