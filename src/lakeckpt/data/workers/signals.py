@@ -17,6 +17,7 @@ import os
 import signal
 import threading
 from collections.abc import Collection, Iterator
+from multiprocessing import resource_tracker
 
 __all__ = ["KNOWN", "blocked_signals", "end_by_main", "ignore_in_workers", "ignored_signals"]
 
@@ -42,6 +43,7 @@ def blocked_signals() -> Iterator[None]:
     if not _ignored:
         yield
         return
+    resource_tracker.ensure_running()  # its start, which a fork server brings about, unblocks SIGTERM and SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ignored)
     try:
         yield
