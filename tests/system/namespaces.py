@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_SYSTEM_PATH = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+
 
 class Node:
     """A network namespace ``name`` that reaches its peer; ``address`` is its own."""
@@ -71,6 +73,6 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
 
 
 def _ip(*arguments: str) -> str:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    done = subprocess.run(["ip", *arguments], env=_SYSTEM_PATH, capture_output=True, text=True)
     assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
     return done.stdout

@@ -64,7 +64,8 @@ class Slurm:
     def __init__(self, folder: Path, *, proctrack: str = "linuxproc") -> None:
         self.folder = folder
         (folder / "state").mkdir(parents=True)
-        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        path = f"{os.environ['PATH']}:/usr/sbin"
+        self.environment = {**os.environ, "PATH": path, "SLURM_CONF": str(folder / "slurm.conf")}
         text = CONFIGURATION.format(
             host=socket.gethostname(),
             folder=folder,

@@ -38,8 +38,9 @@ def test_a_node_dies_and_comes_back_and_every_row_counts_once(nodes: tuple[Node,
     job = ClusterJob(tmp_path / "job")
     for node in nodes:
         start(node, nodes, job, count="2")
-    job.wait_for_steps(12)
+    job.wait_for_steps(9)
     nodes[1].kill()
+    job.hurry()
     start(nodes[1], nodes, job, count="2")
     wait(lambda: all(node.statuses()[-1] is not None for node in nodes), job.text)
     assert [node.statuses()[-1] for node in nodes] == [0, 0], job.text()
@@ -50,8 +51,9 @@ def test_a_node_does_not_come_back_and_the_other_one_goes_on_alone(nodes: tuple[
     job = ClusterJob(tmp_path / "job")
     for node in nodes:
         start(node, nodes, job, count="1:2")
-    job.wait_for_steps(12)
+    job.wait_for_steps(9)
     nodes[1].kill()
+    job.hurry()
     wait(lambda: nodes[0].statuses()[-1] is not None, job.text)
     assert nodes[0].statuses() == [0], job.text()
     job.check_every_row_counted_once(attempts=2)

@@ -39,11 +39,12 @@ def goes_on(slurm: Slurm, number: str) -> None:
 
 def test_a_job_that_lost_a_node_is_requeued_and_every_row_counts_once(slurm: Slurm, tmp_path: Path) -> None:
     job, number = submitted(slurm, tmp_path)
-    job.wait_for_steps(12)
+    job.wait_for_steps(9)
     slurm.kill_node("n2")
     slurm.ask("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
     slurm.start_node("n2")
     slurm.ask("scontrol", "update", "NodeName=n2", "State=RESUME")
+    job.hurry()
     goes_on(slurm, number)
     slurm.wait_for(number, "COMPLETED")
     job.check_every_row_counted_once(attempts=2)
@@ -56,6 +57,7 @@ def test_a_job_that_is_preempted_and_then_warned_is_requeued_and_repeats_no_step
     goes_on(slurm, number)
     job.wait_for_steps(8, after=1)
     slurm.ask("scancel", "--signal=TERM", number)  # what --signal=TERM@60 sends
+    job.hurry()
     goes_on(slurm, number)
     slurm.wait_for(number, "COMPLETED")
     job.check_every_row_counted_once(attempts=3)
