@@ -55,7 +55,7 @@ class Loop:
 
     def state_dict(self) -> dict[str, Any]:
         self.reach("save")
-        if self.is_over and self.moment.name == "last":
+        if self.is_over and self.moment.name == "last" and self.rank in self.moment.where:
             self.moment.at.set()
             assert self.moment.go.wait(PATIENCE_S)
         return {}
@@ -103,6 +103,7 @@ def be_rank(rank: int, world_size: int, folder: Path, attempt: int, moment: Mome
     """Be a rank, in a process of its own."""
     descriptor = os.open(folder / f"log-{attempt}-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 2)
+    os.environ.update(options.pop("environment", {}))
     torch.set_num_threads(1)
     if world_size > 1:
         store = f"file://{folder}/rendezvous-{attempt}"

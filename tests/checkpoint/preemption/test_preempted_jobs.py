@@ -74,15 +74,24 @@ def test_two_ranks_save_one_step_whichever_of_them_gets_the_signal(
     check_the_newest_step_was_saved(folder)
 
 
-def test_a_loop_that_comes_to_no_further_cut_ends_without_a_save(folder: Path) -> None:
-    moment = Moment(name="data")
-    ranks = start(folder, 1, moment, save_on=("SIGTERM",), grace_s=0.1, persist_every=2)
+def slurm(folder: Path) -> dict[str, str]:
+    """The environment of a job of Slurm, whose scontrol notes what it is asked."""
+    script = folder / "scontrol"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\n')
+    script.chmod(0o700)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
+
+
+def test_a_loop_that_comes_to_no_further_cut_ends_without_a_save_and_is_requeued(folder: Path) -> None:
+    moment, options = Moment(name="data"), {"requeue": "slurm", "environment": slurm(folder)}
+    ranks = start(folder, 1, moment, save_on=("SIGTERM",), grace_s=0.1, persist_every=2, **options)
     reach(moment, ranks, folder)
     os.kill(ranks[0].pid or 0, signal.SIGTERM)
     assert ends(ranks) == [143]
     assert "came to no further cut within 0.1 s. Nothing is saved anew: the newest checkpoint is of step 2" in log(
         folder
     )
+    assert (folder / "asked").read_text() == "requeue 4711\n"
     assert go_on(folder) == 2 and wrong_rows(folder, ROWS) == {} and is_proved(folder)
 
 
@@ -104,23 +113,40 @@ def agent_logs(folder: Path) -> list[str]:
 
 def test_a_peer_that_died_is_found_at_once_and_nothing_is_saved_anew(folder: Path) -> None:
     """As under torchrun, which sends SIGTERM to the ranks that live when one has died."""
-    moment = Moment(name="data")
-    ranks = start(folder, 2, moment, save_on=("SIGTERM",), grace_s=LONG_S, persist_every=2)
+    moment, options = Moment(name="data"), {"requeue": "slurm", "environment": slurm(folder)}
+    ranks = start(folder, 2, moment, save_on=("SIGTERM",), grace_s=LONG_S, persist_every=2, **options)
     reach(moment, ranks, folder)
     ranks[1].kill()
     ranks[1].join(PATIENCE_S)
     os.kill(ranks[0].pid or 0, signal.SIGTERM)
     assert ends(ranks) == [143, -signal.SIGKILL]
     assert "the process of rank 1 has ended. Nothing is saved anew" in log(folder)
+    assert not (folder / "asked").exists(), "the launcher starts such a job again"
     assert go_on(folder) == 2 and wrong_rows(folder, ROWS) == {} and is_proved(folder)
 
 
-def test_a_signal_in_the_last_save_ends_the_job_when_it_is_made(folder: Path) -> None:
-    moment = Moment(name="last")
-    ranks = start(folder, 1, moment, save_on=("SIGTERM",), grace_s=0.1)
+def test_a_save_takes_longer_than_the_grace_and_is_not_cut_off(folder: Path) -> None:
+    moment = Moment(name="save")
+    ranks = start(folder, 1, moment, save_on=("SIGTERM",), grace_s=0.1, persist_every=STEP)
     reach(moment, ranks, folder)
     os.kill(ranks[0].pid or 0, signal.SIGTERM)
+    ranks[0].join(0.5)
+    assert ranks[0].is_alive(), log(folder)
     moment.go.set()
     assert ends(ranks) == [143], log(folder)
-    assert max(steps(folder)) == ROWS // 4
+    assert steps(folder) == set(range(1, STEP + 1)), "the step that was being saved was the newest"
+    check_the_newest_step_was_saved(folder)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_signal_in_the_last_save_ends_the_job_when_it_is_made(folder: Path, world_size: int) -> None:
+    moment = Moment(name="last")
+    ranks = start(folder, world_size, moment, save_on=("SIGTERM",), grace_s=0.1)
+    reach(moment, ranks, folder)
+    os.kill(ranks[-1].pid or 0, signal.SIGTERM)
+    ranks[-1].join(0.5)
+    assert ranks[-1].is_alive(), log(folder)
+    moment.go.set()
+    assert ends(ranks)[-1] == 143, log(folder)  # another rank may end before it learns of the signal
+    assert max(steps(folder)) * world_size == ROWS // 4
     check_the_newest_step_was_saved(folder)
