@@ -1,6 +1,6 @@
 """Trains as the ranks of a job, in processes that a fork server starts, and stops at a moment of a step.
 
-A rank that comes to the moment sets its event ``at`` and goes on when ``go`` is set. The test sends signals in between.
+A rank that comes to the moment releases ``at``, and goes on when ``go`` is set. The test sends signals in between.
 Each rank notes what each of its steps used before it ends the step, so that rows are counted without lakeckpt's books.
 """
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import lakeckpt
 from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.checkpoint.preemption import peers
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.patience import PATIENCE_S
 from tests.tracking.processes import FORKS
@@ -35,7 +36,7 @@ class Moment:
 
     name: str
     where: Sequence[int] = (0,)
-    at: Any = field(default_factory=FORKS.Event)
+    at: Any = field(default_factory=lambda: FORKS.Semaphore(0))
     go: Any = field(default_factory=FORKS.Event)
 
 
@@ -50,13 +51,13 @@ class Loop:
     def reach(self, name: str) -> None:
         """Stop here if this is the moment."""
         if name == self.moment.name and self.rank in self.moment.where and self.step == STEP:
-            self.moment.at.set()
+            self.moment.at.release()
             assert self.moment.go.wait(PATIENCE_S)
 
     def state_dict(self) -> dict[str, Any]:
         self.reach("save")
         if self.is_over and self.moment.name == "last" and self.rank in self.moment.where:
-            self.moment.at.set()
+            self.moment.at.release()
             assert self.moment.go.wait(PATIENCE_S)
         return {}
 
@@ -104,6 +105,9 @@ def be_rank(rank: int, world_size: int, folder: Path, attempt: int, moment: Mome
     descriptor = os.open(folder / f"log-{attempt}-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 2)
     os.environ.update(options.pop("environment", {}))
+    nodes = options.pop("nodes", None)
+    if nodes is not None:  # as if the ranks were on several machines
+        peers._node = lambda: nodes[rank]  # type: ignore[assignment]
     torch.set_num_threads(1)
     if world_size > 1:
         store = f"file://{folder}/rendezvous-{attempt}"
@@ -124,12 +128,14 @@ def start(folder: Path, world_size: int, moment: Moment, **options: Any) -> list
 
 
 def reach(moment: Moment, ranks: Sequence[ForkServerProcess], folder: Path) -> None:
-    """Wait until the ranks are at their moment."""
+    """Wait until the ranks that stop are at their moment."""
+    missing = len(moment.where)
     for _ in range(int(PATIENCE_S / 0.2)):
-        if moment.at.wait(0.2):
+        missing -= moment.at.acquire(timeout=0.2)
+        if not missing:
             return
         assert all(one.is_alive() for one in ranks), log(folder)
-    raise AssertionError("no rank comes to the moment")
+    raise AssertionError("not all ranks come to the moment")
 
 
 def ends(ranks: Sequence[ForkServerProcess]) -> list[int | None]:

@@ -55,6 +55,7 @@ def test_one_rank_saves_the_step_in_which_the_signal_finds_it(
     moment.go.set()
     assert ends(ranks) == [143], log(folder)
     assert STEP <= max(steps(folder)) < ROWS // 4, "the job was to be stopped in the middle"
+    assert capture_every is None or any("the trainer ends" in line for line in agent_logs(folder))
     check_the_newest_step_was_saved(folder)
 
 
@@ -107,6 +108,16 @@ def test_the_agents_persist_the_newest_cut_where_one_rank_comes_to_no_further_cu
     assert go_on(folder) == STEP - 1 and wrong_rows(folder, ROWS) == {} and is_proved(folder)
 
 
+def test_a_rank_that_saves_does_not_wait_for_one_that_comes_to_no_cut(folder: Path) -> None:
+    moment = Moment(name="optimizer", where=[1])  # rank 0 comes to the cut, and saves
+    ranks = start(folder, 2, moment, save_on=("SIGTERM",), grace_s=1.0, persist_every=2)
+    reach(moment, ranks, folder)
+    os.kill(ranks[0].pid or 0, signal.SIGTERM)
+    assert ends(ranks) == [143, 143]
+    assert "rank 1, " in log(folder) and "came to no further cut within 1 s" in log(folder)
+    assert go_on(folder) == 2 and wrong_rows(folder, ROWS) == {} and is_proved(folder)
+
+
 def agent_logs(folder: Path) -> list[str]:
     return [line for path in (folder / "arenas").glob("*.log") for line in path.read_text().splitlines()]
 
@@ -123,6 +134,21 @@ def test_a_peer_that_died_is_found_at_once_and_nothing_is_saved_anew(folder: Pat
     assert "the process of rank 1 has ended. Nothing is saved anew" in log(folder)
     assert not (folder / "asked").exists(), "the launcher starts such a job again"
     assert go_on(folder) == 2 and wrong_rows(folder, ROWS) == {} and is_proved(folder)
+
+
+def test_a_peer_that_died_on_another_node_is_known_by_the_note_of_its_neighbour(folder: Path) -> None:
+    moment = Moment(name="data", where=[0, 2])
+    nodes = ["a", "b", "b"]
+    ranks = start(folder, 3, moment, save_on=("SIGTERM",), grace_s=LONG_S, nodes=nodes)
+    reach(moment, ranks, folder)
+    ranks[1].kill()
+    ranks[1].join(PATIENCE_S)
+    os.kill(ranks[2].pid or 0, signal.SIGTERM)
+    ranks[2].join(PATIENCE_S)
+    os.kill(ranks[0].pid or 0, signal.SIGTERM)
+    assert ends([ranks[0]]) == [143]
+    mine = [line for line in log(folder).splitlines() if "rank 0, process" in line]
+    assert len(mine) == 1 and "the process of rank 1 has ended" in mine[0]
 
 
 def test_a_save_takes_longer_than_the_grace_and_is_not_cut_off(folder: Path) -> None:
