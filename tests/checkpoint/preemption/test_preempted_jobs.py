@@ -76,9 +76,9 @@ def test_two_ranks_save_one_step_whichever_of_them_gets_the_signal(
 
 
 def slurm(folder: Path) -> dict[str, str]:
-    """The environment of a job of Slurm, whose scontrol notes what it is asked."""
+    """The environment of a running job of Slurm, whose scontrol notes what it is ordered to do."""
     script = folder / "scontrol"
-    script.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\n')
+    script.write_text(f'#!/bin/sh\n[ $1 = show ] && echo JobState=RUNNING && exit\necho "$@" >> {folder}/asked\n')
     script.chmod(0o700)
     return {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
 

@@ -172,13 +172,30 @@ def test_a_forked_child_has_the_handlers_of_before_and_does_not_wake_its_parent(
         signals.close()
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_rank_0_requeues_the_job_of_slurm_after_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], status: int
+@pytest.mark.parametrize(
+    ("state", "status", "asked", "report"),
+    [
+        ("RUNNING", 0, "requeue 4711\n", "the job is requeued"),
+        ("RUNNING", 1, "requeue 4711\n", "scontrol requeue 4711 failed: no such job"),
+        ("COMPLETING", 0, "", "Slurm itself ends the job: it is not requeued from here"),  # after scancel
+    ],
+)
+def test_rank_0_requeues_the_running_job_of_slurm_after_the_commit(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    state: str,
+    status: int,
+    asked: str,
+    report: str,
 ) -> None:
     storage, objects = MemoryStorage(), training()
-    script = tmp_path / "scontrol"
-    script.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho no such job >&2\nexit {status}\n')
+    script, orders = tmp_path / "scontrol", tmp_path / "asked"
+    orders.touch()
+    script.write_text(
+        f"#!/bin/sh\n[ $1 = show ] && echo JobId=4711 JobState={state} Restarts=0 && exit 0\n"
+        f'echo "$@" > {orders}\necho no such job >&2\nexit {status}\n'
+    )
     script.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
@@ -189,5 +206,5 @@ def test_rank_0_requeues_the_job_of_slurm_after_the_commit(
     )
     with pytest.raises(SystemExit):
         train_to_the_signal(manager(storage, objects, save_on="SIGUSR1", requeue="slurm"), objects)
-    assert steps == [1] and (tmp_path / "asked").read_text() == "requeue 4711\n"
-    assert ("scontrol requeue 4711 failed: no such job" if status else "the job is requeued") in capfd.readouterr().err
+    assert steps == [1] and orders.read_text() == asked
+    assert report in capfd.readouterr().err

@@ -28,10 +28,22 @@ def check_requeue(requeue: object, *, is_used: bool) -> None:
 
 
 def requeue_job() -> str:
-    """Requeue this job of Slurm. Returns why that failed; empty where Slurm has accepted it."""
-    command = ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]]
+    """Requeue this job of Slurm if it runs. Returns why it is not requeued; empty where Slurm has accepted it.
+
+    Slurm has a job that is cancelled, or that it requeues itself, in another state than RUNNING when it sends the
+    signal. `scontrol requeue` would then start a job again that its user has cancelled.
+    """
+    job = os.environ["SLURM_JOB_ID"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        if "JobState=RUNNING" not in _scontrol("show", "job", job).split():
+            return "Slurm itself ends the job: it is not requeued from here"
+        _scontrol("requeue", job)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"{' '.join(command)} failed: {error}"
-    return f"{' '.join(command)} failed: {done.stderr.strip()}" if done.returncode else ""
+        cause = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        return f"scontrol requeue {job} failed: {cause}"
+    return ""
+
+
+def _scontrol(*arguments: str) -> str:
+    done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
+    return done.stdout

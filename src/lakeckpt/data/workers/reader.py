@@ -146,8 +146,8 @@ class WorkerInit:
     def __call__(self, _: int) -> None:
         """Prepare this process, and call the user's function in it."""
         gc.freeze()  # a collection need not look at what is there now
+        end_by_main(self.ignored)  # before other threads begin, which inherit what is blocked
         _end_with_main()
-        end_by_main(self.ignored)
         info = get_worker_info()
         assert info is not None and isinstance(info.dataset, WorkerReader)
         torch_worker._worker_info = torch_worker.WorkerInfo(
