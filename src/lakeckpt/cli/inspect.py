@@ -21,7 +21,7 @@ from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 from lakeckpt.core.flows.plan import read_state
 from lakeckpt.errors import StateError
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "overview_of", "run"]
 
 _NEWEST = 12
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Inspect and print. Returns 0, also if there is damage."""
     storage, place = open_run(args)
     newest = 10**9 if args.json or args.all else _NEWEST
-    plain = _overview(read_run(storage), Kept(storage), newest=newest)
+    plain = overview_of(read_run(storage), Kept(storage), newest=newest)
     if args.json:
         print_json(plain)
     else:
@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _overview(history: History, kept: Kept, *, newest: int) -> dict[str, Any]:
-    """Return the output of ``inspect`` as JSON-able values; checkpoints and attempts are in the order of the log.
+def overview_of(history: History, kept: Kept, *, newest: int) -> dict[str, Any]:
+    """Return what ``inspect`` prints, as JSON-able values; checkpoints and attempts are in the order of the log.
 
     Places of readers are computed for the ``newest`` checkpoints. ``best_slot`` is the slot of the checkpoint with the
     best metric, among the checkpoints of the history that have their data. A metric that is not a finite number is
@@ -88,6 +88,8 @@ def _attempts(history: History, checkpoints: Mapping[int, int]) -> list[dict[str
             "restored_slot": restored.get(begin.attempt),
             "world_size": begin.world_size,
             "library": begin.library,
+            "host": begin.host,
+            "pid": begin.pid,
             "created_s": begin.created_s,
             "checkpoints": checkpoints.get(begin.attempt, 0),
         }

@@ -28,13 +28,18 @@ _COMMANDS = {
     "inspect": "the checkpoints of a run, its attempts, and where its readers are",
     "verify": "read every byte of a run's checkpoints and compare the checksums",
     "explain": "which rows made an optimizer step",
-    "convert": "write a checkpoint (run, DCP, torch.save, safetensors) in another format",
+    "explore": "write a page to look at a run in a browser: steps, checkpoints, restarts, rows",
+    "convert": "write a checkpoint (of a run, torch.save, safetensors, others) in another format, or as a run",
     "report": "how long ranks waited, and how much captures copied meanwhile",
     "rollback": "go back to an earlier checkpoint: the next restore goes on from there",
     "doctor": "what runs keep in this node's memory, and what ended runs have left there",
     "audit": "prove that every row was consumed exactly once, or name those that were not",
 }
-_ELSEWHERE = {"demo": "lakeckpt.demo.demo", "plan": "lakeckpt.cli.plan.command"}
+_ELSEWHERE = {
+    "demo": "lakeckpt.demo.demo",
+    "explore": "lakeckpt.cli.explore.command",
+    "plan": "lakeckpt.cli.plan.command",
+}
 _ABOUT = "Resume training on a data lake, exactly: every row counts once per epoch, whatever crashes."
 
 

@@ -1,19 +1,21 @@
 """This module reads a state in any of the supported formats, and writes it in the formats of others.
 
 `read_state` finds the format of a place: a run of `CheckpointManager`, a file of ``torch.save``, or safetensors.
-`convert_checkpoint` writes such a state in one of the last two formats. It holds the state in host memory once. torch
-itself converts between its files and folders of DCP. The module starts no threads of its own.
+`convert_checkpoint` writes such a state in one of the last two formats, or makes a run of a state that something else
+saved. It holds the state in host memory once. torch itself converts between its files and folders of DCP. The module
+starts no threads of its own.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
+from lakeckpt.checkpoint.interop.into_run import TRAINER_STATE, Foreign, foreign_state, read_trainer_folder, write_run
 from lakeckpt.checkpoint.interop.item import named_leaves, part_of
 from lakeckpt.checkpoint.interop.run_state import RunState, with_checkpoint
 from lakeckpt.checkpoint.interop.safetensors_files import (
@@ -43,13 +45,18 @@ class Converted:
     """The result of `convert_checkpoint`."""
 
     source: str
-    """The format of the source: ``"run"``, ``"torch"`` or ``"safetensors"``."""
+    """The format of the source: ``"run"``, ``"torch"`` or ``"safetensors"``; for a run as the target also
+    ``"lightning"`` or ``"transformers"``."""
     target: str
     tensors: int
     size_bytes: int
     """The size of all tensors."""
     values: int
     """The number of values that are not tensors."""
+    objects: tuple[str, ...] = ()
+    """Of a run that was made: the names of its objects."""
+    steps_done: int | None = None
+    """Of a run that was made: the optimizer steps done."""
 
 
 def read_state(
@@ -85,10 +92,13 @@ def convert_checkpoint(
     source: str | os.PathLike[str] | Storage,
     target: str | os.PathLike[str],
     *,
-    to: Literal["torch", "safetensors"],
+    to: Literal["torch", "safetensors", "run"],
     item: str | None = None,
     step: Step = None,
     rank: int | None = None,
+    objects: Mapping[str, str] | None = None,
+    tied: Mapping[str, str] | None = None,
+    steps_done: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
 ) -> Converted:
@@ -99,10 +109,25 @@ def convert_checkpoint(
     several files and an index, in a folder or store. It holds only tensors, so choose the part to write, for example
     with ``item="model"``.
 
+    ``to="run"``: the first checkpoint of a run, from which `CheckpointManager.restore` goes on. The source is a folder
+    of transformers' Trainer, a file of Lightning or of ``torch.save``, or safetensors. The objects are called
+    ``model``, ``optimizer``, ``scheduler`` and ``scaler``, and those of another file of ``torch.save`` as in the file.
+
+    * ``objects``: name of an object in the run → name of its state in the source, in place of all names.
+    * ``tied``: names of weights that the source has only once, under another name: ``{"lm_head.weight":
+      "model.embed_tokens.weight"}``.
+    * ``steps_done``: the optimizer steps done, where the source does not say it (torch, safetensors).
+
     Raises as `read_state` does; `ConfigError` if the target is not empty or there is no such item; `SaveFailed`.
     """
+    if to == "run":
+        run = _empty_folder(target, target_options)
+        foreign = _with_objects(_foreign(source, storage_options), objects or {}, tied or {})
+        return _make_run(run, foreign, steps_done)
     if to not in ("torch", "safetensors"):
-        raise ConfigError(f"to is 'torch' or 'safetensors', got {to!r}. torch makes a folder of DCP: {_TO_DCP}")
+        raise ConfigError(f"to is 'torch', 'safetensors' or 'run', got {to!r}. torch makes a folder of DCP: {_TO_DCP}")
+    if objects or tied or steps_done is not None:
+        raise ConfigError("objects, tied and steps_done are for to='run'")
     storage = None if to == "torch" else _empty_folder(target, target_options)
     kind, state = _read(source, item, step=step, rank=rank, storage_options=storage_options)
     if storage is None:
@@ -110,6 +135,41 @@ def convert_checkpoint(
     else:
         write_safetensors(storage, tensors_of(state))
     return _converted(kind, to, state)
+
+
+def _foreign(source: str | os.PathLike[str] | Storage, options: Mapping[str, Any] | None) -> Foreign:
+    """Return the objects of a checkpoint that something else saved."""
+    storage, name = _opened(source, options)
+    if name is None and storage.list(LOG):
+        raise ConfigError(f"{describe(storage)!r} is a run already: copy its folder, or restore it")
+    if name is None and any(one.path == TRAINER_STATE for one in storage.list(TRAINER_STATE)):
+        return read_trainer_folder(storage)
+    return foreign_state(*_of_others(storage, name))
+
+
+def _with_objects(foreign: Foreign, objects: Mapping[str, str], tied: Mapping[str, str]) -> Foreign:
+    """Return ``foreign`` with the objects and the tied weights that the user has named."""
+    found = {name: part_of(foreign.objects, item) for name, item in objects.items()} or dict(foreign.objects)
+    if tied and "model" not in found:
+        raise ConfigError(f"tied names weights of 'model', and the objects are {sorted(found)}")
+    for name, other in tied.items():
+        if other not in found["model"]:
+            raise ConfigError(f"tied: there is no weight {other!r} in 'model', for {name!r} to be tied to")
+        found["model"] = {**found["model"], name: found["model"][other]}
+    return replace(foreign, objects=found)
+
+
+def _make_run(storage: Storage, foreign: Foreign, steps_done: int | None) -> Converted:
+    if not foreign.objects:
+        raise ConfigError("the source holds no state of an object: name parts of it by objects=")
+    steps = foreign.steps_done if steps_done is None else steps_done
+    if steps is None:
+        raise ConfigError(
+            f"a {foreign.kind} checkpoint does not say how many optimizer steps it had done: give steps_done"
+        )
+    write_run(storage, foreign.objects, steps)
+    done = _converted(foreign.kind, "run", foreign.objects)
+    return replace(done, objects=tuple(foreign.objects), steps_done=steps)
 
 
 def _empty_folder(target: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Storage:

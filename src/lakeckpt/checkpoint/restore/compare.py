@@ -176,8 +176,8 @@ def _of_parts(what: str, target: torch.Tensor, key: str, loaded: Loaded) -> list
 
 def _of_optimizer(name: str, one: torch.optim.Optimizer, loaded: Loaded, misfits: list[str]) -> list[str]:
     was, now, tree = loaded.kinds[name], class_of(one), loaded.trees[name]
-    if was != now:
-        return [f"{name}: the checkpoint holds the state of {was or 'no optimizer'}, and a {now} is here"]
+    if was not in ("", now):  # what was converted from elsewhere does not name its class
+        return [f"{name}: the checkpoint holds the state of {was}, and a {now} is here"]
     lines = misfits or differences_of_states(name, one, tree, loaded.specs)
     if lines or not loaded.wholes:
         return lines

@@ -1,0 +1,1 @@
+"""This package makes a page of a run: ``lakeckpt explore``."""
