@@ -27,15 +27,13 @@ from lakeckpt.lake.storage.base import Storage
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     require("pytorch-lightning", "2.6", "2.7")
-    import pytorch_lightning as pl
-    from pytorch_lightning.callbacks import Checkpoint
+    from pytorch_lightning.callbacks import Checkpoint, StochasticWeightAveraging
     from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
     from pytorch_lightning.utilities import CombinedLoader
     from pytorch_lightning.utilities.model_helpers import is_overridden
 else:
     require("lightning", "2.6", "2.7")
-    import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities import CombinedLoader
     from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -43,7 +41,7 @@ else:
 __all__ = ["LakeCheckpoint"]
 
 
-class LakeCheckpoint(Checkpoint):  # type: ignore[misc]
+class LakeCheckpoint(Checkpoint):
     """Checkpoints of ``trainer.fit`` in the run at ``uri``: ``Trainer(callbacks=[LakeCheckpoint("run")])``.
 
     The training loader is one `lakeckpt.LakeLoader`. `fit` goes on from the newest checkpoint in the run, in the middle
@@ -79,6 +77,8 @@ class LakeCheckpoint(Checkpoint):  # type: ignore[misc]
         """The manager of the newest `fit`; None before."""
         self._uri, self._more, self._monitor, self._options = uri, state, monitor, options
         self._open = ExitStack()
+        self._used: Any = None
+        """What the step used that is not over yet; None: it is over."""
 
     # --- what Lightning calls
 
@@ -86,12 +86,15 @@ class LakeCheckpoint(Checkpoint):  # type: ignore[misc]
         """Restore the run, if there is one, before anything is read."""
         if trainer.fast_dev_run:
             return
-        _refuse(trainer, has_state=self._more is not None)
+        _refuse_trainer(trainer)
+        _refuse_hooks(trainer, has_state=self._more is not None)
         self._trainer, self._loader, self._loops = trainer, _loader_of(trainer), _Loops(trainer.fit_loop)
         state = {**_state_of(trainer), "loops": self._loops, "reader": self._loader, **(self._more or {})}
         self.manager = CheckpointManager(self._uri, state, **self._options)
         self._open.push(self.manager)
-        self.manager.restore()
+        self.manager.restore(allow_missing={"callbacks", "loops", "reader"})  # a run of `lakeckpt convert` has none
+        if not self._loops.loaded:
+            _check_at_start(self._loader)
         self._loader._framework_epoch(trainer.fit_loop.epoch_progress.current.processed)
         self._counted = _count(trainer, self._loader)
         self._stepped, self._used = trainer.global_step, None
@@ -162,6 +165,8 @@ class _Loops:
     def __init__(self, fit_loop: Any) -> None:
         self._fit_loop = fit_loop
         self._kept = self._now()
+        self.loaded = False
+        """Whether a checkpoint was loaded."""
 
     def keep(self) -> None:
         """Note the counters at the end of a batch."""
@@ -189,7 +194,7 @@ class _Loops:
         if not state["inside"]:
             for loop in (self._fit_loop, epochs, epochs.automatic_optimization, epochs.manual_optimization):
                 loop.on_iteration_done()
-        self._kept = dict(state)
+        self._kept, self.loaded = dict(state), True
 
 
 _EPOCH = "epoch_loop."
@@ -212,13 +217,13 @@ class _Callbacks:
 
 
 def _state_of(trainer: Any) -> dict[str, Any]:
-    """Return what Lightning saves, by name."""
+    """Return what Lightning saves, by the names that `lakeckpt convert` gives the parts of Lightning's checkpoints."""
     found = {"model": trainer.lightning_module, "callbacks": _Callbacks(trainer)}
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     for name, every in (("optimizer", trainer.optimizers), ("scheduler", schedulers)):
-        found |= {name if len(every) == 1 else f"{name}{number}": one for number, one in enumerate(every)}
+        found |= {name if len(every) == 1 else f"{name}_{number}": one for number, one in enumerate(every)}
     if trainer.precision_plugin.state_dict():
-        found["precision"] = trainer.precision_plugin
+        found["scaler"] = trainer.precision_plugin
     if trainer.datamodule is not None and is_overridden("state_dict", trainer.datamodule):
         found["datamodule"] = trainer.datamodule
     return found
@@ -226,11 +231,13 @@ def _state_of(trainer: Any) -> dict[str, Any]:
 
 def _loader_of(trainer: Any) -> LakeLoader:
     """Return the training loader, which is made if it is not yet."""
-    loader = trainer.train_dataloader or trainer.fit_loop._data_source.dataloader()
+    loader = trainer.train_dataloader
+    if loader is None:
+        loader = trainer.fit_loop._data_source.dataloader()
     if not isinstance(loader, LakeLoader) or loader._row_wise:
         raise ConfigError(
             f"LakeCheckpoint counts the rows of one lakeckpt.LakeLoader, and the training loader is {loader!r:.80}: "
-            "give trainer.fit a LakeLoader whose dataset has a batch_size. Several tables are one loader by lakeckpt.mix"
+            "give fit a LakeLoader whose dataset has a batch_size. Several tables are one loader by lakeckpt.mix"
         )
     return loader
 
@@ -247,31 +254,49 @@ def _count(trainer: Any, loader: LakeLoader) -> int | None:
         return None
 
 
-def _refuse(trainer: Any, *, has_state: bool) -> None:
-    """Raise ConfigError for what would not be exact."""
-    strategy = type(trainer.strategy).__name__
-    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)) or (
-        trainer.strategy.restore_checkpoint_after_setup
-    ):
-        raise ConfigError(f"LakeCheckpoint works on one device and with the strategy 'ddp', and this is {strategy}")
+def _check_at_start(loader: LakeLoader) -> None:
+    """Raise ConfigError where Lightning would begin to count in the middle of the rows."""
+    if loader.epoch != 0 or not loader._progress.at_start:
+        raise ConfigError(
+            f"the loader is in epoch {loader.epoch}, and no checkpoint of LakeCheckpoint says at which of Lightning's "
+            "steps: it was read before fit (to look at a batch, loader.peek() takes none), or another loop began this "
+            "run, and has to end it"
+        )
+
+
+def _refuse_trainer(trainer: Any) -> None:
+    """Raise ConfigError for a trainer that would not go on exactly."""
+    strategy = trainer.strategy
+    if strategy.restore_checkpoint_after_setup or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise ConfigError(
+            f"LakeCheckpoint works on one device and with strategy='ddp', and this is a {type(strategy).__name__}"
+        )
     if trainer.ckpt_path is not None:
         raise ConfigError(
-            f"fit has ckpt_path={trainer.ckpt_path!r}, and LakeCheckpoint goes on from its run: leave ckpt_path out "
-            "(under Slurm: SLURMEnvironment(auto_requeue=False)). To begin a run with the weights of a file, load them "
-            "into the module before fit"
+            f"fit has ckpt_path={str(trainer.ckpt_path)!r}, and LakeCheckpoint goes on from its own run: leave "
+            "ckpt_path out (under Slurm: SLURMEnvironment(auto_requeue=False)). `lakeckpt convert FILE RUN --to run` "
+            "makes a run of the file"
         )
     if trainer.reload_dataloaders_every_n_epochs:
         raise ConfigError(
             "reload_dataloaders_every_n_epochs makes another loader, which knows nothing of the rows that were read: "
             "leave it out; a LakeLoader begins the next epoch by itself"
         )
-    adding = [one for one in (trainer.lightning_module, *trainer.callbacks) if is_overridden("on_save_checkpoint", one)]
-    if adding and not has_state:
-        raise ConfigError(
-            f"{type(adding[0]).__name__}.on_save_checkpoint adds to Lightning's checkpoints, and LakeCheckpoint makes "
-            "none: give what is to be saved beside the module, LakeCheckpoint(…, state={'average': average}), or "
-            "state={} where nothing is"
-        )
 
 
-assert pl  # the package that is used, for tests
+def _refuse_hooks(trainer: Any, *, has_state: bool) -> None:
+    """Raise ConfigError for what reads ahead by itself, and for state that only Lightning's checkpoints would have."""
+    module = trainer.lightning_module
+    if sum(isinstance(one, LakeCheckpoint) for one in trainer.callbacks) > 1:
+        raise ConfigError("the trainer has two LakeCheckpoints, and a fit is saved into one run: leave one of them out")
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ConfigError("training_step(dataloader_iter) reads ahead of its steps: write training_step(batch)")
+    for one in (module, *trainer.callbacks):
+        if isinstance(one, StochasticWeightAveraging):
+            raise ConfigError("StochasticWeightAveraging changes schedulers in mid-run, and cannot go on exactly")
+        if is_overridden("on_save_checkpoint", one) and not has_state:
+            raise ConfigError(
+                f"{type(one).__name__}.on_save_checkpoint adds to Lightning's checkpoints, and LakeCheckpoint makes "
+                'none: give what is to be saved beside the module, LakeCheckpoint(…, state={"average": average}), or '
+                "state={} where nothing is"
+            )
