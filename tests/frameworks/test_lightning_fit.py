@@ -125,6 +125,18 @@ def stream(table: Path, batches: int) -> list[int]:
     return [row for _ in range(batches) for row in next(every)["id"].tolist()]
 
 
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_an_epoch_that_has_another_number_of_steps_is_read_to_its_end(
+    table: Path, tmp_path: Path, batch_size: int
+) -> None:
+    """As with other ranks: the rest of the epoch is cut anew, and the epoch after it has another number of steps."""
+    first = fit(tmp_path / "run", loader_of(table), interrupt=("batch start", 5))
+    second = fit(tmp_path / "run", loader_of(table, batch_size=batch_size), max_epochs=3)
+    assert times(first, second, epochs=3) == [*ONCE, ONCE[0]] and proved(tmp_path / "run")
+    rest, epoch = -(-(ROWS - 5 * 8) // batch_size), -(-ROWS // batch_size)
+    assert second.trainer.global_step == 5 + rest + 2 * epoch and second.trainer.current_epoch == 3
+
+
 def test_an_epoch_with_more_rows_than_the_one_before_is_read_whole(tmp_path: Path) -> None:
     """Lightning counts the steps of epochs once: the table has grown when the second one begins."""
     table = write_table(tmp_path / "table", rows=ROWS // 2)
