@@ -76,6 +76,7 @@ def test_a_fit_that_is_interrupted_goes_on_as_if_it_had_not_been(
     assert times(first, second) == ONCE and used(first, second) == used(whole)
     assert second.weights == whole.weights
     assert (second.trainer.global_step, second.trainer.current_epoch) == (18, 2)
+    assert second.checkpoint.manager.steps_done == 18
     validations = first.module.validations + second.module.validations
     assert list(dict.fromkeys(validations)) == whole.module.validations and len(whole.module.validations) == 6
     assert first.module.validated + second.module.validated == len(validations) * ROWS
@@ -83,12 +84,14 @@ def test_a_fit_that_is_interrupted_goes_on_as_if_it_had_not_been(
     assert proved(tmp_path / "run")
 
 
-def test_max_steps_ends_within_an_epoch_and_a_longer_fit_reads_the_rest_of_it(table: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [5, 9])
+def test_max_steps_ends_and_a_longer_fit_reads_the_rest_of_the_epoch(table: Path, tmp_path: Path, steps: int) -> None:
+    """An epoch has nine steps: it goes on in the middle of one, or at the start of the next."""
     whole = fit(tmp_path / "whole", loader_of(table), max_epochs=-1, max_steps=16)
-    first = fit(tmp_path / "run", loader_of(table), max_epochs=-1, max_steps=5)
-    again = fit(tmp_path / "run", loader_of(table), max_epochs=-1, max_steps=5)
+    first = fit(tmp_path / "run", loader_of(table), max_epochs=-1, max_steps=steps)
+    again = fit(tmp_path / "run", loader_of(table), max_epochs=-1, max_steps=steps)
     second = fit(tmp_path / "run", loader_of(table), max_epochs=-1, max_steps=16)
-    assert again.batches == [] and first.checkpoint.manager.steps_done == 5
+    assert again.batches == [] and first.checkpoint.manager.steps_done == steps
     assert used(first, second) == used(whole) and second.weights == whole.weights
     assert times(first, second)[0] == ONCE[0] and proved(tmp_path / "run")
 
@@ -125,16 +128,16 @@ def stream(table: Path, batches: int) -> list[int]:
     return [row for _ in range(batches) for row in next(every)["id"].tolist()]
 
 
-@pytest.mark.parametrize("batch_size", [4, 16])
+@pytest.mark.parametrize(("step", "batch_size"), [(5, 4), (5, 16), (9, 4), (9, 16)])
 def test_an_epoch_that_has_another_number_of_steps_is_read_to_its_end(
-    table: Path, tmp_path: Path, batch_size: int
+    table: Path, tmp_path: Path, step: int, batch_size: int
 ) -> None:
     """As with other ranks: the rest of the epoch is cut anew, and the epoch after it has another number of steps."""
-    first = fit(tmp_path / "run", loader_of(table), interrupt=("batch start", 5))
+    first = fit(tmp_path / "run", loader_of(table), interrupt=("batch start", step))
     second = fit(tmp_path / "run", loader_of(table, batch_size=batch_size), max_epochs=3)
     assert times(first, second, epochs=3) == [*ONCE, ONCE[0]] and proved(tmp_path / "run")
-    rest, epoch = -(-(ROWS - 5 * 8) // batch_size), -(-ROWS // batch_size)
-    assert second.trainer.global_step == 5 + rest + 2 * epoch and second.trainer.current_epoch == 3
+    rest, epoch = -(-(ROWS - step * 8) // batch_size), -(-ROWS // batch_size)
+    assert second.trainer.global_step == step + rest + 2 * epoch and second.trainer.current_epoch == 3
 
 
 def test_an_epoch_with_more_rows_than_the_one_before_is_read_whole(tmp_path: Path) -> None:
@@ -264,7 +267,7 @@ def test_captures_pass_through(table: Path, tmp_path: Path) -> None:
         )
 
     first, second = attempt(("batch end", 6)), attempt()
-    assert second.batches[0][:2] == (0, 5) and times(first, second) == ONCE and proved(tmp_path / "run")
+    assert second.batches[0][1] in (4, 5) and times(first, second) == ONCE and proved(tmp_path / "run")
 
 
 def test_the_best_of_a_metric_is_kept(table: Path, tmp_path: Path) -> None:

@@ -95,7 +95,6 @@ class LakeCheckpoint(Checkpoint):
         self.manager.restore(allow_missing={"callbacks", "loops", "reader"})  # a run of `lakeckpt convert` has none
         if not self._loops.loaded:
             _check_at_start(self._loader)
-        self._loader._framework_epoch(trainer.fit_loop.epoch_progress.current.processed)
         self._counted = _count(trainer, self._loader)
         self._stepped, self._used = trainer.global_step, None
         self._loader._before_more = self._step_is_over
