@@ -141,6 +141,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """The newest iteration."""
         self._follows: int | None = None
         """An iteration that a framework sent to another epoch before anything was asked of it."""
+        self._before_more: Callable[[], None] | None = None
+        """Called when the loop asks for more, or goes to another epoch: what it did with the last batch is done."""
 
     # --- what is asked
 
@@ -195,7 +197,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
         return self._as_prepared(items, self._progress.steps) if self._is_prepared else items
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_early": None, "_counting": Counting()}  # a copy begins anew
+        # A copy begins anew, for another loop.
+        return {**self.__dict__, "_early": None, "_before_more": None, "_counting": Counting()}
 
     def _start(self) -> None:
         """Begin to read what the next iteration will deliver, within the memory limit of iterating."""
@@ -304,6 +307,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
                 progress.delivered(receipt)
                 counters.delivered(receipt.rows)
                 yield item
+                if self._before_more is not None:
+                    self._before_more()
             step = receipt.step + 1
             progress.check(iteration)
             if progress.replanned != replanned:
@@ -323,7 +328,9 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     def _framework_epoch(self, epoch: int) -> None:
         """Go to the epoch that a framework begins, if there are any; it may have asked for an iterator already."""
-        if self.dataset.follow or epoch == self.epoch:
+        if self._before_more is not None:
+            self._before_more()
+        if self.dataset.follow or epoch == self.epoch or self.identity.endless:
             return
         is_newest = self._progress.is_newest(self._waiting)
         self.set_epoch(epoch)
