@@ -26,6 +26,7 @@ from tests.frameworks.harness import ROOT, Job, free_port, write_table
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore")]
 
 ROWS = 96
+LARGE = 300_000  # tensors of more than 1 MiB are read into their place
 PAGE = ROOT / "docs" / "how-to" / "deepspeed.md"
 QUIET = 'deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it is compiled, and gloo does the same\n'
 NOTES = """
@@ -114,16 +115,16 @@ def _one_rank() -> Iterator[None]:
             torch.distributed.destroy_process_group()
 
 
-def engine_of(stage: int, *, width: int = 3, optimizer: str = "AdamW", **zero: Any) -> Any:
+def engine_of(stage: int, *, width: int = 3, config: dict[str, Any] | None = None, **zero: Any) -> Any:
     torch.manual_seed(width)
     model = torch.nn.Sequential(torch.nn.Linear(1, width), torch.nn.Linear(width, 1))
     model.register_buffer("seen", torch.zeros(1))
     model[1].bias.requires_grad = False
-    parameters = {"lr": 0.1, **({"torch_adam": True} if optimizer.startswith("Adam") else {})}
     config = {
         "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": optimizer, "params": parameters},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
         "zero_optimization": {"stage": stage, **zero},
+        **(config or {}),
     }
     return deepspeed.initialize(model=model, config=config)[0]
 
@@ -137,17 +138,30 @@ def loader_of(folder: Path) -> LakeLoader:
 def train(engine: Any, loader: LakeLoader, manager: Any, steps: int) -> None:
     for _, batch in zip(range(steps), loader, strict=False):
         engine.module.seen += 1
-        engine.backward(engine(batch["x"][:, None]).square().mean())
+        inputs = batch["x"][:, None].to(next(engine.module.parameters()).dtype)
+        engine.backward(engine(inputs).float().square().mean())
         engine.step()
         manager.step(batch)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_weights_buffers_and_states_of_each_stage_come_back(tmp_path: Path, stage: int) -> None:
+HALF = {"bf16": {"enabled": True}}
+CASES = [(0, 3, {}), (1, 3, {}), (2, LARGE, {}), (3, 3, {}), (3, LARGE, {}), (2, 3, HALF), (3, 3, HALF)]
+CASES += [(1, 3, HALF | {"data_types": {"grad_accum_dtype": "fp32"}})]  # DeepSpeed takes another optimizer for this
+CAPTURED = {"capture_every": 1}
+
+
+@pytest.mark.parametrize(
+    ("stage", "width", "config", "options"),
+    [*((*case, {}) for case in CASES), (1, 3, {}, CAPTURED), (3, LARGE, {}, CAPTURED)],
+)
+def test_weights_buffers_and_states_of_each_stage_come_back(
+    tmp_path: Path, stage: int, width: int, config: dict[str, Any], options: dict[str, Any]
+) -> None:
+    options = {**options, "arenas": str(tmp_path / "arenas")} if options else {}
     states = []
     for _ in range(2):
-        engine, loader = engine_of(stage), loader_of(tmp_path / "events")
-        with LakeCheckpoint(str(tmp_path / "run"), engine, loader) as manager:
+        engine, loader = engine_of(stage, width=width, config=config), loader_of(tmp_path / "events")
+        with LakeCheckpoint(str(tmp_path / "run"), engine, loader, **options) as manager:
             if not manager.restore():
                 train(engine, loader, manager, 3)
             with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
@@ -159,6 +173,20 @@ def test_weights_buffers_and_states_of_each_stage_come_back(tmp_path: Path, stag
     assert all(torch.equal(one, weights_2[name]) for name, one in weights.items())
     assert len(moments) == len(moments_2) > 0
     assert all(torch.equal(one, other) for one, other in zip(moments, moments_2, strict=True))
+
+
+def test_states_come_back_where_it_is_not_known_what_the_optimizer_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = []
+    for _ in range(2):
+        engine, loader = engine_of(3), loader_of(tmp_path / "events")
+        with LakeCheckpoint(str(tmp_path / "run"), engine, loader) as manager:
+            if not manager.restore():
+                train(engine, loader, manager, 2)
+            moments.append(engine.optimizer.state[engine.optimizer.fp32_partitioned_groups_flat[0]]["exp_avg"].clone())
+        monkeypatch.setattr("lakeckpt.integrations.deepspeed._EngineState._first_state", lambda self, flat: {})
+    assert torch.equal(*moments) and moments[0].any()
 
 
 def test_another_model_or_stage_is_refused_by_its_name(tmp_path: Path) -> None:
@@ -190,6 +218,8 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
     loader = loader_of(tmp_path / "events")
     with pytest.raises(ConfigError, match="round_robin_gradients"):
         LakeCheckpoint(str(tmp_path / "run"), engine_of(2, round_robin_gradients=True), loader)
+    with pytest.raises(ConfigError, match="got a LakeDataset"):
+        LakeCheckpoint(str(tmp_path / "run"), engine_of(2), loader.dataset)
     with pytest.raises(ConfigError, match="got a Linear"):
         LakeCheckpoint(str(tmp_path / "run"), torch.nn.Linear(1, 1), loader)
 

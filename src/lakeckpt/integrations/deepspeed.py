@@ -67,6 +67,8 @@ class LakeCheckpoint(CheckpointManager):
         **options: Any,
     ) -> None:
         _check(engine)
+        if not isinstance(loader, LakeLoader):
+            raise ConfigError(f"give the lakeckpt.LakeLoader that the loop iterates, got a {type(loader).__name__}")
         self._engine, self._counted = engine, 0
         super().__init__(uri, {**_objects(engine), "reader": loader, **(state or {})}, **options)
 
