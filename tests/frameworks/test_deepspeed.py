@@ -200,6 +200,17 @@ def test_another_model_or_stage_is_refused_by_its_name(tmp_path: Path) -> None:
                 manager.restore()
 
 
+def test_stage_1_goes_on_from_a_checkpoint_of_stage_2(tmp_path: Path) -> None:
+    weights = []
+    for stage in (2, 1):
+        engine, loader = engine_of(stage), loader_of(tmp_path / "events")
+        with LakeCheckpoint(str(tmp_path / "run"), engine, loader) as manager:
+            if not manager.restore():
+                train(engine, loader, manager, 2)
+            weights.append(engine.optimizer.single_partition_of_fp32_groups[0].detach().clone())
+    assert torch.equal(*weights)
+
+
 def test_a_step_of_the_engine_that_was_not_counted_is_refused(tmp_path: Path) -> None:
     engine, loader = engine_of(1), loader_of(tmp_path / "events")
     with LakeCheckpoint(str(tmp_path / "run"), engine, loader) as manager:

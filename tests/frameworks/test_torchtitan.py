@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpointer import CheckpointManager
 
+from lakeckpt import LakeDataset
 from lakeckpt.cli.main import main
 from lakeckpt.errors import ConfigError
 from lakeckpt.integrations.torchtitan import LakeCheckpoint, LakeDataLoader
@@ -206,6 +208,43 @@ def test_the_checkpointer_saves_by_interval_and_the_last_step_and_goes_back(tmp_
         assert (again.step, again.model.weight.item()) == (step, step)
         assert next(iter(loader))[0]["input"][0, 0] == step * 16
         checkpointer.close()
+
+
+def test_the_parts_of_a_pipeline_come_back(tmp_path: Path) -> None:
+    found = []
+    for value in (5.0, 0.0):
+        trainer, loader = Parts(), loader_of(tmp_path)
+        other = torch.nn.Linear(2, 1)
+        other.weight.data.fill_(value)
+        parts = {
+            "model_parts": [trainer.model, other],
+            "optimizers": [trainer.optimizer, torch.optim.SGD([other.weight])],
+        }
+        checkpointer = LakeCheckpoint.Config().build(**{**trainer.given(loader, tmp_path), **parts})
+        if not checkpointer.load():
+            next(iter(loader))
+            checkpointer.save(1, last_step=True)
+        found.append(other.weight.flatten().tolist())
+        checkpointer.close()
+    assert found == [[5.0, 5.0]] * 2
+
+
+def make(*, rank: int, world_size: int, batch_size: int, length: int, tokenizer: Any) -> LakeDataset:
+    def first(batch: Any) -> dict[str, Any]:
+        tokens = torch.stack([torch.arange(length) + one[0] for one in batch["tokens"]])
+        return {"tokens": tokens, "labels": tokens}
+
+    path = Path(os.environ["TEXTS"])
+    return LakeDataset(
+        str(path), batch_size=batch_size, columns=["tokens"], transform=first, rank=rank, world_size=world_size
+    )
+
+
+def test_a_dataset_of_ones_own_takes_the_place_of_packed_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEXTS", str(tmp_path / "texts"))
+    inputs, labels = next(iter(loader_of(tmp_path, make=make)))
+    assert set(inputs) == {"input"} and torch.equal(inputs["input"], labels)
+    assert labels[:, 0].tolist() == [0, 7]
 
 
 def test_a_trainer_that_takes_batches_ahead_is_refused(tmp_path: Path) -> None:

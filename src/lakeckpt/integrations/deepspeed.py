@@ -106,6 +106,11 @@ def _check(engine: DeepSpeedEngine) -> None:
         "zero_hpz_partition_size": config.zero_hpz_partition_size != 1,
         "states on NVMe": getattr(zero, "swap_optimizer", False) or getattr(zero, "params_in_nvme_and_cpu", False),
         "partial offload": hasattr(zero, "backup_optimizer"),
+        "torch_autocast in float16": any(
+            getattr(one, name, None) is not None
+            for one, name in ((engine, "torch_autocast_z0_gradscaler"), (zero, "torch_autocast_gradscaler"))
+        ),
+        "random LTD": engine.random_ltd_enabled(),
     }
     for what in (what for what, holds in refused.items() if holds):
         raise ConfigError(
