@@ -37,6 +37,7 @@ __all__ = [
     "check_counted",
     "check_dealers",
     "check_not_fetched_ahead",
+    "check_not_sampled",
     "counts_steps",
     "without_others",
 ]
@@ -123,6 +124,20 @@ def check_not_fetched_ahead() -> None:
             "Lightning fetches a batch ahead of a loader without a length: the state that it would save has a batch "
             "that no step has used. Leave endless=True out: Trainer(max_epochs=-1, max_steps=…) goes over many epochs. "
             "Or save by a lakeckpt.integrations.lightning.LakeCheckpoint, and not by ModelCheckpoint"
+        )
+
+
+_SAMPLERS = frozenset({"torch.utils.data.distributed", "torch.utils.data.sampler"})
+
+
+def check_not_sampled() -> None:
+    """ConfigError where a sampler of torch asks for the length of a dataset that has the order of rows itself.
+
+    DeepSpeed makes such a sampler of its ``training_data``. torch refuses it later, and does not say what to do."""
+    if sys._getframe(2).f_globals.get("__name__") in _SAMPLERS:
+        raise ConfigError(
+            "a LakeDataset takes no sampler: it has the order of rows, and each rank's share of it. Iterate a "
+            "lakeckpt.LakeLoader(dataset), and leave training_data= out of deepspeed.initialize"
         )
 
 
