@@ -46,9 +46,9 @@ class Notes(lightning.Callback):
 """
 
 
-def script(options: str = "") -> str:
+def script(options: str, package: str) -> str:
     """The page's script on a small table, with notes of what each step used, and further options of the trainer."""
-    found = NOTES + SCRIPT
+    found = (NOTES + SCRIPT).replace("import lightning\n", f"import {package} as lightning\n")
     for old, new in {
         "batch_size=64": f"batch_size={BATCH}",
         "num_workers=2": "num_workers=1",
@@ -61,20 +61,20 @@ def script(options: str = "") -> str:
     return found
 
 
-def job(folder: Path, options: str = "") -> Job:
+def job(folder: Path, options: str = "", package: str = "lightning") -> Job:
     """A job of the script, in a folder with a table ``events`` of which ``user`` names the row."""
     (folder / "events").mkdir(parents=True)
     for part in range(3):
         users = pa.array(range(part * ROWS // 3, (part + 1) * ROWS // 3), pa.int64())
         table = pa.table({"user": users, "item": users, "label": users.cast(pa.float32())})
         pq.write_table(table, folder / "events" / f"{part}.parquet", row_group_size=16)
-    (folder / "train.py").write_text(script(options))
+    (folder / "train.py").write_text(script(options, package))
     return Job(folder, folder / "train.py")
 
 
-def run(one: Job, ranks: int = 1, kill_after: int | None = None) -> None:
+def run(one: Job, ranks: int = 1, kill_after: int | None = None, package: str = "lightning") -> None:
     """Run an attempt of the job on so many ranks; see `Job.run`."""
-    launcher = [sys.executable, forked_ranks.__file__, "lightning", str(ranks)]
+    launcher = [sys.executable, forked_ranks.__file__, package, str(ranks)]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     one.run(kill_after=kill_after, launcher=launcher, environment=place)
 
@@ -120,11 +120,12 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path) -> None:
     assert_exactly_once(one)
 
 
-def test_accumulated_batches_on_other_ranks(tmp_path: Path) -> None:
+def test_accumulated_batches_on_other_ranks_with_the_package_pytorch_lightning(tmp_path: Path) -> None:
     """Five batches are one step. The first epoch has fewer batches than the epochs after it."""
-    one = job(tmp_path / "job", ", accumulate_grad_batches=5")
-    run(one, 1, kill_after=4)
-    run(one, 2, kill_after=2)
-    run(one, 1)
+    package = "pytorch_lightning"
+    one = job(tmp_path / "job", ", accumulate_grad_batches=5", package)
+    run(one, 1, kill_after=4, package=package)
+    run(one, 2, kill_after=2, package=package)
+    run(one, 1, package=package)
     assert_exactly_once(one)
     assert 5 * BATCH in {len(ids) for ids in one.history().values()}

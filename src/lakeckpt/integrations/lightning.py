@@ -7,7 +7,7 @@ batch, else as after the epoch. Lightning counts the steps of an epoch when `fit
 after the restore, and again where an epoch has another number of steps.
 
 The callback runs on the training thread. It relies on names that Lightning does not document, such as
-``fit_loop.setup_data``; tests/frameworks/test_lightning.py holds them against the real Lightning.
+``fit_loop.setup_data``; tests/frameworks/test_lightning_fit.py holds them against the real Lightning.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ else:
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
 __all__ = ["LakeCheckpoint"]
+
+_EPOCH = "epoch_loop."
 
 
 class LakeCheckpoint(Checkpoint):
@@ -196,9 +198,6 @@ class _Loops:
         self._kept, self.loaded = dict(state), True
 
 
-_EPOCH = "epoch_loop."
-
-
 class _Callbacks:
     """What callbacks return from ``state_dict()``."""
 
@@ -268,7 +267,8 @@ def _refuse_trainer(trainer: Any) -> None:
     strategy = trainer.strategy
     if strategy.restore_checkpoint_after_setup or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise ConfigError(
-            f"LakeCheckpoint works on one device and with strategy='ddp', and this is a {type(strategy).__name__}"
+            "LakeCheckpoint works on one device and with strategy='ddp', of the package that was imported before it "
+            f"(lightning or pytorch_lightning), and this is {type(strategy).__module__}.{type(strategy).__name__}"
         )
     if trainer.ckpt_path is not None:
         raise ConfigError(
