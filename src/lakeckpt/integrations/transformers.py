@@ -159,6 +159,7 @@ class LakeTrainer(Trainer):
         state = {
             "model": self.model,
             "optimizer": self.optimizer.optimizer,
+            "scheduler": _Schedule(self),
             "trainer": _Notes(self),
             "reader": self.train_dataset,
         }
@@ -166,7 +167,7 @@ class LakeTrainer(Trainer):
             state["scaler"] = self.accelerator.scaler
         self._lake_manager = opened.enter_context(CheckpointManager(self._lake_run, state, **self._lake_options))
         opened.callback(setattr, self, "_lake_manager", None)
-        self.state.global_step = self._lake_manager.restore()
+        self.state.global_step = self._lake_manager.restore(allow_missing={"trainer", "reader"})  # `lakeckpt convert`
 
     def _fit_schedule(self, planned: int) -> None:
         """Make a schedule of ``planned`` steps anew where the run will have another number of steps."""
@@ -235,20 +236,33 @@ class LakeTrainer(Trainer):
         return super()._finalize_training(*args, **options)
 
 
+class _Schedule:
+    """The scheduler of a trainer, which may be made anew later."""
+
+    def __init__(self, trainer: LakeTrainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> Any:
+        """Return the state of the scheduler at hand."""
+        return self._trainer.lr_scheduler.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load what `state_dict` returned."""
+        self._trainer.lr_scheduler.load_state_dict(state)
+
+
 class _Notes:
-    """The scheduler and the notes of a trainer, as an object of a manager. The scheduler may be made anew later."""
+    """The notes of a trainer, as an object of a manager."""
 
     def __init__(self, trainer: LakeTrainer) -> None:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state and the notes."""
-        notes = {name: getattr(self._trainer.state, name) for name in _NOTES}
-        return {"scheduler": self._trainer.lr_scheduler.state_dict(), **notes}
+        """Return the notes."""
+        return {name: getattr(self._trainer.state, name) for name in _NOTES}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
-        self._trainer.lr_scheduler.load_state_dict(state["scheduler"])
         for name in _NOTES:
             setattr(self._trainer.state, name, state[name])
 
