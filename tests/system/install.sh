@@ -2,7 +2,8 @@
 # Sees to the Debian packages that the system tests need, and that they run as root.
 set -euo pipefail
 
-declare -A package_of=([chromium]=chromium [mkfs.ext4]=e2fsprogs [mkfs.xfs]=xfsprogs [strace]=strace [mount]=mount [losetup]=mount)
+declare -A package_of=([chromium]=chromium [mkfs.ext4]=e2fsprogs [mkfs.xfs]=xfsprogs [strace]=strace [mount]=mount
+    [losetup]=mount [ip]=iproute2 [slurmctld]=slurmctld [slurmd]=slurmd [sbatch]=slurm-client)
 wanted=()
 for tool in "${!package_of[@]}"; do
     PATH="$PATH:/usr/sbin:/sbin" command -v "$tool" > /dev/null || wanted+=("${package_of[$tool]}")

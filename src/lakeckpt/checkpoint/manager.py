@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state
 from lakeckpt.checkpoint.async_save import Background
-from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all
+from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
 from lakeckpt.checkpoint.failures import note_stop
 from lakeckpt.checkpoint.keep import Keep, held_metric
@@ -27,16 +27,17 @@ from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.history import not_rolled_back
 from lakeckpt.checkpoint.persist.log import read_log
 from lakeckpt.checkpoint.persist.publish import Settings
+from lakeckpt.checkpoint.preemption.preemption import Preempted, Preemption
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of
 from lakeckpt.checkpoint.report import CheckpointInfo, Reporter, RestoreReport, SaveHandle
 from lakeckpt.checkpoint.restore.restorer import Restorer
 from lakeckpt.checkpoint.schedule import Schedule, interval_of
 from lakeckpt.checkpoint.sync_save import Saver
+from lakeckpt.counters import RUNS, RunCounters
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
-from lakeckpt.tracking.readers import TrackedReader
 from lakeckpt.tracking.votes import Together
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 
@@ -69,6 +70,10 @@ class CheckpointManager:
         rank, world_size: checked against the group's, where given.
         storage_options: options of the object store, such as credentials.
         timeout_s: how long a rank waits for another one in a save or restore, in seconds.
+        save_on: signals, such as ``("SIGTERM", "SIGUSR1")``. When one reaches some rank, all ranks save the next cut,
+            and `step` raises SystemExit with 128 + its number (143 for SIGTERM). Where a rank has come to no cut
+            ``grace_s`` seconds later, or is gone, all end at once and save nothing; agents persist what was captured.
+        requeue: ``"slurm"``: rank 0 then runs ``scontrol requeue``, but not where a rank is gone.
         on_save: called with the `CheckpointInfo` of each checkpoint that this manager commits, on the training thread.
         on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails; a failure of the last
             save, at the end of the ``with`` block, is raised in both cases. A superseded attempt, a
@@ -94,6 +99,9 @@ class CheckpointManager:
         world_size: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
+        save_on: Collection[str] = (),
+        grace_s: float = 15.0,
+        requeue: Literal["slurm"] | None = None,
         on_save: Callable[[CheckpointInfo], object] | None = None,
         on_save_failure: Literal["raise", "warn"] = "raise",
     ) -> None:
@@ -108,20 +116,18 @@ class CheckpointManager:
         self._exchange, self._waiter = self._talk(group, timeout_s, alone=world_size == 1)
         check_topology(self._exchange, rank, world_size)
         self._capture_every = capture_every
-        self._place: Place | None = None
-        if capture_every is not None:
-            self._place = place_of(self._storage, uri, storage_options or {}, arenas)
+        place = None if capture_every is None else place_of(self._storage, uri, storage_options or {}, arenas)
+        self._place: Place | None = place
         self._bubbles = bubbles
         self._keeper: ProfileKeeper | None = None
         self._saves: Saver | Background | None = None
         self._settings = Settings(keep=rule, timeout_s=timeout_s)
-        self._reporter = Reporter(on_save, warns=on_save_failure == "warn")
-        self._shared = {
-            "persist_every": str(every),
-            "capture_every": repr(capture_every),
-            "keep": repr(rule),
-            "on_save_failure": on_save_failure,
-        }
+        self._counters = RunCounters(describe(self._storage), self._exchange.rank)
+        self._uncount: Callable[[], object] = lambda: None
+        self._reporter = Reporter(on_save, warns=on_save_failure == "warn", counters=self._counters)
+        self._preemption = Preemption(save_on, self._exchange, self._reporter, grace_s=grace_s, requeue=requeue)
+        self._shared = {"persist_every": str(every), "capture_every": repr(capture_every), "keep": repr(rule)}
+        self._shared |= {"on_save_failure": on_save_failure, "save_on": self._preemption.names}
         self._schedule = Schedule(every, self._exchange, self._waiter)
         self._tracks: dict[str, ReaderTrack] = {}
         self._step = 0
@@ -191,16 +197,13 @@ class CheckpointManager:
         done, attempt, self._report = restorer.restore()
         # If one rank cannot begin, none does: the others would wait for it at the first save.
         Together(self._exchange).do(lambda: self._begin(done, attempt))
+        self._preemption.start(done, has_agent=self._place is not None)
         return done
 
     def _begin(self, done: int, attempt: Attempt) -> None:
         """Begin to count steps, and to capture, after a restore."""
         self._step, self._reporter.saved_step = done, attempt.recorded
-        self._tracks.update(
-            (name, ReaderTrack(name, one, attempt=attempt.number))
-            for name, one in self._objects.items()
-            if isinstance(one, TrackedReader)
-        )
+        self._tracks.update(tracks_of(self._objects, attempt.number))
         objects = {name: one for name, one in self._objects.items() if name not in self._tracks}
         self._watch = Watch(self._tracks, objects)
         self._saves = open_saves(
@@ -214,11 +217,13 @@ class CheckpointManager:
             settings=self._settings,
             waiter=self._waiter,
             gate=None if self._bubbles is None else self._bubbles.gate,
+            counters=self._counters,
         )
         if self._bubbles is not None:
-            rank, world_size = self._exchange.rank, self._exchange.world_size
-            self._keeper = self._bubbles.kept(self._storage, attempt=attempt.number, rank=rank, world_size=world_size)
+            self._keeper = self._bubbles.kept(self._storage, attempt=attempt.number, exchange=self._exchange)
         self._schedule.start(done)
+        self._counters.begin(done, attempt.recorded, self._report.restored if self._report else None)
+        self._uncount = RUNS.follow(self, self._counters)
 
     def step(self, batch: Any = None, *, metric: float | None = None) -> None:
         """Count an optimizer step, and save if the policy says so. Call it on every rank after each optimizer step,
@@ -241,16 +246,20 @@ class CheckpointManager:
         receipts = by_reader(batch, self._tracks)
         self._metric = held_metric(metric)
         self._step += 1
+        self._counters.step = self._step
         self._watch.stepped(cut_all(self._tracks, self._step, receipts))
         if self._bubbles is not None:
             self._bubbles.gate.cut(self._step)
-        with self._reporter.warning_of(self._step):
+        with self._preemption.busy(), self._reporter.warning_of(self._step), self._reporter.stalling():
             if self._schedule.is_due(self._step):
                 self._save(saves, sync=False)
             else:
                 if self._capture_every is not None and self._step % self._capture_every == 0:
                     saves.cut(self._step)
                 self._read_results(saves)
+        if self._preemption.stops_at(self._step):
+            self._save_last()
+            self._preemption.leave()
 
     @overload
     def save(self, *, metric: float | None = None, sync: Literal[True] = True) -> CheckpointInfo: ...
@@ -274,7 +283,8 @@ class CheckpointManager:
             self._metric = held_metric(metric)
         self._schedule.begins()
         handle = None if sync else self._reporter.handle(self._step, self.wait)
-        self._save(saves, sync=sync)
+        with self._preemption.busy(), self._reporter.stalling():
+            self._save(saves, sync=sync)
         return self._reporter.newest if handle is None else handle
 
     def wait(self) -> CheckpointInfo | None:
@@ -282,7 +292,8 @@ class CheckpointManager:
         None where it committed none. Errors as for `save`."""
         self._refuse_closed()
         if self._saves is not None:
-            self._saves.wait()
+            with self._preemption.busy():
+                self._saves.wait()
             self._read_results(self._saves)
         return self._reporter.newest
 
@@ -306,6 +317,7 @@ class CheckpointManager:
     def _close(self, *, well: bool) -> None:
         if not self._closed:
             self._closed = True
+            self._uncount()
             try:
                 if well:
                     self._watch.check_stepped()
@@ -315,6 +327,7 @@ class CheckpointManager:
                     self._keeper.end()
             finally:
                 self._exchange.close()
+                self._preemption.close(well=well)
 
     def __enter__(self) -> Self:
         return self
@@ -325,23 +338,19 @@ class CheckpointManager:
         """Save the last cut if the body ended well and it is not saved yet. After an exception, save nothing; where
         cuts are captured, the newest that is complete on all ranks is persisted, as where processes die. A save that
         fails here is such an exception."""
-        well, failure = False, error
+        failure = None if isinstance(error, Preempted) else error
         try:
             if kind is None and not self._closed and self._saves is not None:
-                if self._saves.is_saving(self._step):
-                    with self._reporter.warning_of(self._step):
-                        self.wait()
-                if self._reporter.saved_step != self._step:  # on all ranks, or on none
-                    self.save()
-                self.wait()
-            well = kind is None
+                with self._preemption.busy(last=True):
+                    self._save_last()
+                self._preemption.leave()
         except BaseException as own:
-            failure = own
+            failure = None if isinstance(own, Preempted) else own
             raise
         finally:
             if failure is not None and not self._closed:
                 self._stop(failure, at_exit=error is None)
-            self._close(well=well)
+            self._close(well=failure is None)
 
     # --- inside
 
@@ -352,8 +361,21 @@ class CheckpointManager:
         else:
             self._saves.stop(failure, at_exit=at_exit)
 
+    def _save_last(self) -> None:
+        """Save the last cut where it is not saved, on all ranks or on none, and wait for all saves."""
+        if self._ready().is_saving(self._step):
+            with self._reporter.warning_of(self._step):
+                self.wait()
+        if self._reporter.saved_step != self._step:
+            self.save()
+        self.wait()
+
     def _save(self, saves: Saver | Background, *, sync: bool) -> None:
-        saves.save(self._step, self._metric, patient=sync)
+        try:
+            saves.save(self._step, self._metric, patient=sync)
+        except Exception:
+            self._counters.failed += 1
+            raise
         if sync:
             saves.wait()
         self._read_results(saves, wanted=self._step if sync else None)

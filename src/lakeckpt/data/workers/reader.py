@@ -13,7 +13,7 @@ A worker never decides an order, and its place counts for no state. An exception
 because torch would go on with the next task after an exception that it carries itself.
 
 In a worker that was not forked, `WorkerInit` starts a daemon thread that ends the process when the main process has
-gone. Nobody joins the thread.
+gone, and another one where the main process handles signals (`lakeckpt.data.workers.signals`). Nobody joins them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from torch.utils.data._utils import worker as torch_worker
 from lakeckpt.core.flows.state import FlowState
 from lakeckpt.core.state import ReaderState
 from lakeckpt.core.streams.mixture import MixedState, stretches
+from lakeckpt.counters import take_stores
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.flows.reading import FlowReading
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.workers.groups import Group
 from lakeckpt.data.workers.packing import pack
+from lakeckpt.data.workers.signals import end_by_main
 from lakeckpt.data.workers.slots import SlotMemory, Slots
 from lakeckpt.errors import LakeckptError
 
@@ -99,7 +101,7 @@ class WorkerReader(Dataset[Group]):
                 self._fill(group, self._ahead)
             except Exception as error:
                 group.error, self._ahead = _crossing(error, self._worker), None
-        group.over = self._ahead is None
+        group.over, group.stores = self._ahead is None, take_stores()
         return group
 
     def _begun(self, beginning: Beginning) -> Ahead | FlowReading:
@@ -138,10 +140,13 @@ class WorkerInit:
     worker: int
     workers: int
     worker_init_fn: Callable[[int], None] | None
+    ignored: frozenset[int]
+    """The signals that the worker ignores."""
 
     def __call__(self, _: int) -> None:
         """Prepare this process, and call the user's function in it."""
         gc.freeze()  # a collection need not look at what is there now
+        end_by_main(self.ignored)  # before other threads begin, which inherit what is blocked
         _end_with_main()
         info = get_worker_info()
         assert info is not None and isinstance(info.dataset, WorkerReader)

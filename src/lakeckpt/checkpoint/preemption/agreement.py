@@ -1,0 +1,94 @@
+"""This module lets the ranks of a job agree on the cut at which they all save and end, through notes in their exchange.
+
+A rank that got a signal leaves a note, for which the threads of the other ranks look about once a second. Then each
+rank states the first cut at which it can still stop, and does not go beyond that cut until there is an answer. Rank 0
+answers with the latest of these cuts: every rank can stop there. Threads state and answer, so that it does not matter
+whether the main threads are in a collective. Without a signal there are no notes. A rank that cannot reach the cut
+leaves a note that aborts the save on all ranks.
+
+The module starts no threads and never waits.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from lakeckpt.checkpoint.failures import noted_stop
+
+if TYPE_CHECKING:
+    from lakeckpt.tracking.exchange import Exchange
+
+__all__ = ["Agreement", "Obstacle"]
+
+_SIGNAL, _CUT, _ABORTED = "preempted/signal", "preempted/cut", "preempted/aborted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obstacle:
+    """Why the ranks cannot save together."""
+
+    reason: str
+    is_loss: bool
+    """A rank is gone, so that its launcher starts the job again; else the ranks live, and one is too late."""
+
+
+class Agreement:
+    """The notes of one rank. One thread calls it, but for `abort`, which any thread may call.
+
+    All methods that leave a note raise `MissingRanksError` where the store of the job is gone.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._stated: dict[int, int] = {}  # rank → the first cut at which it can stop, on rank 0
+
+    def signal(self) -> int | None:
+        """Return the number of the signal that some rank got; None where there was none."""
+        found = self._exchange.peek(_SIGNAL)
+        return None if found is None else int(found)
+
+    def announce(self, number: int) -> None:
+        """Leave a note that this rank got a signal, unless another rank has left one."""
+        if self._exchange.peek(_SIGNAL) is None:
+            self._exchange.publish(_SIGNAL, str(number).encode())
+
+    def state(self, cut: int) -> None:
+        """State the first cut (optimizer steps done) at which this rank can stop."""
+        self._exchange.publish(_stated_by(self._exchange.rank), str(cut).encode())
+
+    def cut(self) -> int | None:
+        """Return the cut at which all ranks stop; None while it is not known. Rank 0 answers here."""
+        if self._exchange.rank:
+            found = self._exchange.peek(_CUT)
+            return None if found is None else int(found)
+        for rank in self.missing():
+            found = self._exchange.peek(_stated_by(rank))
+            if found is not None:
+                self._stated[rank] = int(found)
+        if self.missing():
+            return None
+        cut = max(self._stated.values())
+        self._exchange.publish(_CUT, str(cut).encode())
+        return cut
+
+    def missing(self) -> list[int]:
+        """Return the ranks of which no cut is known here: on rank 0, those that have not answered."""
+        return [rank for rank in range(self._exchange.world_size) if rank not in self._stated]
+
+    def abort(self, obstacle: Obstacle) -> None:
+        """Leave a note that the save is aborted."""
+        self._exchange.publish(_ABORTED, json.dumps(asdict(obstacle)).encode())
+
+    def aborted(self) -> Obstacle | None:
+        """Return why another rank has aborted the save, or has stopped; None where none has."""
+        found = self._exchange.peek(_ABORTED)
+        if found is not None:
+            return Obstacle(**json.loads(found))
+        stop = noted_stop(self._exchange)
+        return None if stop is None else Obstacle(reason=str(stop[1]), is_loss=True)
+
+
+def _stated_by(rank: int) -> str:
+    return f"preempted/stated/{rank}"

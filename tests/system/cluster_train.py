@@ -1,0 +1,56 @@
+"""Train as `docs/how-to/ddp.md` does, on processors, and note which rows each step used (`tests.frameworks.notes`).
+
+The table lies in ``table`` of the working directory, and the run in ``run``. A step takes at least 0.3 s until the file
+``hurry`` is there, so that a test meets the job in the middle. Notes have the number that the run gave an attempt.
+``MANAGER`` in the environment has arguments of the manager, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import lakeckpt
+from tests.frameworks.notes import note
+
+EPOCHS = 2
+EPOCH = 1_000
+"""What is added to the ids of each later epoch, so that each row of each epoch has a number of its own."""
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = lakeckpt.ReadOptions(num_lanes=24)
+    dataset = lakeckpt.LakeDataset("table", batch_size=4, shuffle=True, seed=7, options=options)
+    loader = lakeckpt.LakeLoader(dataset)
+    state = {"model": model, "optimizer": optimizer, "reader": loader}
+    arguments = {"persist_every": 5, **json.loads(os.environ.get("MANAGER", "{}"))}
+    with lakeckpt.CheckpointManager("run", state, **arguments) as manager:
+        step = manager.restore()
+        assert manager.restore_report is not None
+        os.environ["ATTEMPT"] = str(manager.restore_report.attempt)
+        for _ in range(loader.epoch, EPOCHS):
+            for batch in loader:
+                loss = (model(batch["x"][:, None])[:, 0] - batch["y"]).square().sum()
+                optimizer.zero_grad()
+                (loss / max(1, batch.receipt.rows) * batch.receipt.weight).backward()
+                optimizer.step()
+                step += 1
+                note(step, (batch["id"] + EPOCH * batch.receipt.epoch).tolist())
+                manager.step(batch)
+                if not Path("hurry").exists():
+                    time.sleep(0.3)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

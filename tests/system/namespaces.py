@@ -1,0 +1,78 @@
+"""This module makes nodes of this machine: network namespaces that a virtual cable connects, with an address each.
+
+Only processes that a `Node` started are killed: those of its namespace. Root and Debian's iproute2 are needed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_SYSTEM_PATH = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+
+
+class Node:
+    """A network namespace ``name`` that reaches its peer; ``address`` is its own."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name, self.address = name, address
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[str], *, folder: Path, environment: Mapping[str, str]) -> None:
+        """Start ``command`` on this node, in ``folder``; what it writes is appended to ``node.log``."""
+        own = {**environment, "GLOO_SOCKET_IFNAME": "cable"}
+        with (folder / "node.log").open("ab") as log:
+            one = subprocess.Popen(
+                ["ip", "netns", "exec", self.name, *command],
+                env=own,
+                cwd=folder,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._started.append(one)
+
+    def statuses(self) -> list[int | None]:
+        """Return the exit statuses of what was started; None for what runs."""
+        return [process.poll() for process in self._started]
+
+    def kill(self) -> None:
+        """SIGKILL every process of this node, as a loss of power does."""
+        while pids := _ip("netns", "pids", self.name).split():
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            self.statuses()  # collects the children
+        for process in self._started:
+            process.wait()
+
+
+@contextmanager
+def two_nodes() -> Iterator[tuple[Node, Node]]:
+    """Make two nodes, and remove them with all that runs there."""
+    nodes = [Node(f"lakeckpt-{os.getpid()}-{number}", f"10.254.0.{number}") for number in (1, 2)]
+    for node in nodes:
+        _ip("netns", "add", node.name)
+    try:
+        one, other = nodes
+        ends = [["cable", "netns", node.name] for node in nodes]
+        _ip("link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
+        for node in nodes:
+            _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                _ip("-n", node.name, "link", "set", device, "up")
+        yield one, other
+    finally:
+        for node in nodes:
+            node.kill()
+            _ip("netns", "delete", node.name)
+
+
+def _ip(*arguments: str) -> str:
+    done = subprocess.run(["ip", *arguments], env=_SYSTEM_PATH, capture_output=True, text=True)
+    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+    return done.stdout
