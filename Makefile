@@ -52,11 +52,6 @@ $(VENV)/dev: $(VENV)/torch pyproject.toml
 	@$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/demo
 
-$(VENV)/ray: $(VENV)/dev
-	@echo "installing Ray Train, whose wrapper of loaders a system test takes"
-	@$(INSTALL) 'ray[train]'
-	@touch $@
-
 # The frameworks, in exact versions, so that nothing is resolved; DeepSpeed is built, beside the torch that is installed.
 $(VENV)/frameworks/made: requirements/frameworks.txt $(VENV)/made $(CONSTRAINTS) pyproject.toml
 	@echo "installing the frameworks of $<"
@@ -100,14 +95,14 @@ test-soak: $(VENV)/dev  ## real jobs on several topologies, killed at random mom
 	HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-soak}" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
 	    -m "(soak or hypothesis) and not system and not gpu" $(ARGS)
 
-test-system: $(VENV)/dev $(VENV)/ray  ## cuts of power, faults of system calls: needs root; installs Debian packages
+test-system: $(VENV)/dev  ## cuts of power, faults of system calls: needs root; installs Debian packages
 	tests/system/install.sh
 	$(BIN)/python -m pytest -m system -n $(JOBS) --dist worksteal $(ARGS)
 
 test-frameworks: $(VENV)/frameworks/made  ## Lightning, transformers, accelerate, Ray and others: their jobs, killed and resumed
 	$(VENV)/frameworks/bin/python -m pytest -m frameworks -n $(JOBS) --dist worksteal tests/frameworks $(ARGS)
 
-mutants: $(VENV)/dev  ## plant the 60 faults of tests/mutants, one at a time, and count those that the tests find
+mutants: $(VENV)/dev  ## plant the 94 faults of tests/mutants, one at a time, and count those that the tests find
 	$(BIN)/python tests/mutants/run.py --jobs $(JOBS) --json bench-out/mutants.json $(ARGS)
 
 gpu-check: $(VENV)/dev  ## jobs, captures, restoring and loading on a CUDA device, then what captures cost (needs a GPU)

@@ -20,6 +20,8 @@ COMPUTED = "<computed>"
 # Imports run downward only: from a larger number to a smaller one, or inside one package.
 LEVELS = {
     "errors": 0,
+    "counters": 0,
+    "progress": 0,
     "wire": 1,
     "core": 2,
     "lake": 3,
@@ -32,6 +34,7 @@ LEVELS = {
     "dcp": 7,
     "recovery": 7,
     "watch": 7,
+    "metrics": 7,
     "testing": 8,
     "demo": 9,
     "integrations": 8,
@@ -40,6 +43,9 @@ LEVELS = {
 SIDEWAYS = {("checkpoint", "tracking"), ("demo", "cli"), ("cli", "demo")}
 THIRD_PARTY = {
     "errors": set(),
+    "counters": set(),
+    "progress": {"rich"},
+    "metrics": {"prometheus_client", "opentelemetry"},
     "wire": {"numpy", "msgpack"},
     "core": {"numpy"},
     "lake": {"numpy", "pyarrow", "fsspec", "s3fs", "botocore", "obstore"},

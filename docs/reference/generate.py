@@ -17,6 +17,7 @@ import lakeckpt
 import lakeckpt.bubbles
 import lakeckpt.convert
 import lakeckpt.dcp
+import lakeckpt.metrics
 import lakeckpt.testing
 from lakeckpt import errors
 
@@ -53,6 +54,8 @@ def generate() -> str:
         *_module("lakeckpt.bubbles", lakeckpt.bubbles),
         *_module("lakeckpt.dcp", lakeckpt.dcp),
         *_module("lakeckpt.convert", lakeckpt.convert),
+        *_module("lakeckpt.metrics", lakeckpt.metrics),
+        *_integrations(),
         *_module("lakeckpt.testing", lakeckpt.testing),
         "## lakeckpt.errors",
         _text(errors),
@@ -104,7 +107,7 @@ def _signature_block(name: str, value: Any) -> str:
     if not signature:
         return ""
     whole = f"{name.rpartition('.')[2]}{signature}"
-    return f"```text\n{whole if len(whole) < 100 else _one_a_line(whole)}\n```"
+    return f"```text\n{_broken(whole)}\n```"
 
 
 def _one_a_line(signature: str) -> str:
@@ -128,9 +131,50 @@ def _signature(value: Any) -> str:
     return re.sub(r"<[^<>]*>", "…", re.sub(r"ForwardRef\('([^']*)'\)", r"\1", found)).removesuffix(" -> None")
 
 
+def _integrations() -> list[str]:
+    """The public names of the integrations, from their source: their frameworks need not be installed."""
+    parts = [
+        "## lakeckpt.integrations",
+        "Each module imports its framework: see [frameworks](../how-to/frameworks.md).",
+    ]
+    for path in sorted((Path(lakeckpt.__file__).parent / "integrations").glob("[!_]*.py")):
+        for one in ast.parse(path.read_text("utf-8")).body:
+            if path.stem == "common" or not isinstance(one, ast.ClassDef | ast.FunctionDef) or one.name.startswith("_"):
+                continue
+            members = one.body if isinstance(one, ast.ClassDef) else [one]
+            functions = [member for member in members if isinstance(member, ast.FunctionDef)]
+            init = [member for member in functions if member.name in ("__init__", one.name)]
+            whole = "".join(one.name + _parameters(member) for member in init)
+            parts += [
+                f"### lakeckpt.integrations.{path.stem}.{one.name}",
+                f"```text\n{_broken(whole)}\n```" if whole else "",
+            ]
+            parts += [_markdown(ast.get_docstring(one) or "")]
+            parts += [
+                f"**`{member.name}{'' if member.decorator_list else _parameters(member)}`**\n\n{_markdown(text)}"
+                for member in functions
+                if not member.name.startswith("_") and member is not one and (text := ast.get_docstring(member))
+            ]
+    return parts
+
+
+def _parameters(function: ast.FunctionDef) -> str:
+    """The signature of a function in the form of `inspect.signature`, without ``self``."""
+    found = ast.unparse(function.args)
+    returns = "" if function.returns is None else f" -> {ast.unparse(function.returns)}"
+    return f"({found.removeprefix('self, ').removeprefix('self')}){returns}".removesuffix(" -> None")
+
+
+def _broken(signature: str) -> str:
+    return signature if len(signature) < 100 else _one_a_line(signature)
+
+
 def _text(value: Any) -> str:
-    """The docstring as Markdown: arguments become a list, indented parts (trees, examples) stand as they are."""
-    text = inspect.getdoc(value) or ""
+    return _markdown(inspect.getdoc(value) or "")
+
+
+def _markdown(text: str) -> str:
+    """A docstring as Markdown: arguments become a list, indented parts (trees, examples) stand as they are."""
     text = re.sub(r"Args:\n((?: {4}.*\n?)+)", lambda m: _arguments(m.group(1)), text)
     return re.sub(
         r"::\n\n((?:    .*\n?|\n)+)", lambda m: f":\n\n```text\n{textwrap.dedent(m.group(1)).rstrip()}\n```\n", text

@@ -38,7 +38,7 @@ _PUBLIC = {
     "prefetch": "lakeckpt.data.prefetch",
 }
 
-_MODULES = ("bubbles", "convert", "dcp", "testing")
+_MODULES = ("bubbles", "convert", "dcp", "metrics", "testing")
 """Public modules, which need no import of their own."""
 
 __all__ = [

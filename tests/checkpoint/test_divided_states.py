@@ -330,3 +330,33 @@ def test_what_an_optimizer_keeps_of_this_ranks_part_stays_its_own(
     for attempt in range(3):
         (tmp_path / str(attempt)).mkdir()
         run_processes(2, own, str(tmp_path), attempt, captures, with_model)
+
+
+class Views:
+    """Holds the second half of a memory as a DTensor."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        mesh = init_device_mesh("cpu", (1,))
+        self.view = DTensor.from_local(memory[4:], mesh, [Shard(0)], run_check=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"view": self.view}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.view.copy_(state["view"])
+
+
+def views(rank: int, folder: str) -> None:
+    begin(rank, 1, folder)
+    with CheckpointManager(folder + "/run", {"views": Views(torch.arange(8.0))}) as manager:
+        manager.restore()
+        manager.step()
+    again = Views(torch.zeros(8))
+    with CheckpointManager(folder + "/run", {"views": again}) as manager:
+        assert manager.restore() == 1
+    assert again.memory.tolist() == [0, 0, 0, 0, 4, 5, 6, 7]
+
+
+def test_a_part_that_begins_inside_of_a_larger_memory_comes_back(tmp_path: Path) -> None:
+    run_processes(1, views, str(tmp_path))

@@ -6,11 +6,13 @@ then, and the audit says NOT PROVED.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ import lakeckpt
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.errors import ConfigError, StateUnavailable
-from tests.checkpoint.reading_ahead import BATCH, FILES, Filler, Run, Wrapped, loader_of
+from tests.checkpoint.reading_ahead import BATCH, FILES, ROWS, Filler, Run, Wrapped, loader_of
 from tests.checkpoint.rig import HubExchange, MemoryStorage, good, run_ranks
 from tests.checkpoint.scripts import write_table
 from tests.checkpoint.seams import manager_with
@@ -220,6 +222,21 @@ def test_prefetch_keeps_order_receipts_and_length_over_epochs(table: lakeckpt.Ta
         for one, other in zip(ahead, bare, strict=True):
             assert one.receipt == other.receipt and one["id"].tolist() == other["id"].tolist()
             assert mine.last_receipt == one.receipt and mine.state_dict() == bare.state_dict()
+
+
+def test_prefetch_stands_for_its_loader_in_the_state_of_a_manager(table: lakeckpt.Table, tmp_path: Path) -> None:
+    used: list[int] = []
+    for steps in (3, None):
+        ahead = lakeckpt.prefetch(loader_of(table), depth=DEPTH)
+        with lakeckpt.CheckpointManager(tmp_path / "run", {"reader": ahead}) as manager:
+            manager.restore()
+            assert ahead.epoch == 0 and copy.copy(ahead).epoch == 0
+            for batch in islice(ahead, steps):
+                used += batch["id"].tolist()
+                manager.step(batch)
+    assert sorted(used) == list(range(ROWS))
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = ahead.nothing
 
 
 def test_prefetch_holds_batches_ready_on_the_device(table: lakeckpt.Table) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from lakeckpt.cli.main import main
-from lakeckpt.cli.output import progress_bar
 from tests.checkpoint.scripts import Script
 from tests.patience import PATIENCE_S
 
@@ -83,15 +82,20 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_is_one_line_of_a_terminal_that_is_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream, told in ((Terminal(), "\rauditing 0%\rauditing 50%\r            \r"), (io.StringIO(), "")):
+@pytest.mark.parametrize("has_rich", [True, False])
+@pytest.mark.parametrize("command", ["audit", "verify", "inspect", "explain", "plan"])
+def test_commands_that_take_long_show_progress_on_a_terminal_and_nothing_elsewhere(
+    command: str, has_rich: bool, lake: Path, good_run: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = {"plan": [command, str(lake)], "explain": [*words(command, lake), "--table", str(lake)]}
+    for stream, json_too in ((Terminal(), []), (io.StringIO(), []), (Terminal(), ["--json"])):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", stream)
-            with progress_bar("auditing", show=True) as progress:
-                assert progress is not None
-                for done in (0, 1, 1, 500, 501):
-                    progress(done, 1000)
-        assert stream.getvalue() == told
+            patch.setenv("TERM", "xterm")
+            if not has_rich:
+                patch.setitem(sys.modules, "rich.progress", None)
+            main([*line.get(command, words(command, lake)), *json_too])
+        assert ("100%" in stream.getvalue()) == (stream.isatty() and not json_too), stream.getvalue()
 
 
 def test_json_holds_what_an_encoding_has_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import OrderSpec
-from lakeckpt.core.plan import MAX_SEGMENTS, Plan, check_place, consumed, consumption, fit_lanes, replan, start
+from lakeckpt.core.plan import (
+    MAX_SEGMENTS,
+    Plan,
+    between,
+    check_place,
+    consumed,
+    consumption,
+    fit_lanes,
+    replan,
+    start,
+)
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.errors import StateError, StateMismatch
@@ -264,3 +274,47 @@ def test_a_state_behind_the_end_of_its_epoch_is_refused(state: ReaderState) -> N
         check_place(replace(state, step=steps + 2), ahead=2)
         with pytest.raises(StateError, match=f"step {steps + 3} of epoch"):
             check_place(replace(state, step=steps + 3), ahead=2)
+
+
+def test_what_others_consumed_is_the_rest_of_each_epoch_up_to_their_place() -> None:
+    state = start(identity_of(40), epoch=0, num_lanes=2, batch_size=4, world_size=2)
+    _, mine = deal_out(state, 2)
+    theirs = start(identity_of(40), epoch=3, num_lanes=3, batch_size=4, world_size=3)
+    _, theirs = deal_out(theirs, 1)
+    found: Counter[tuple[int, int]] = Counter()
+    for begin, end in between(mine, theirs):
+        for epoch, positions in consumption(begin, end).items():
+            found.update((epoch, position) for a, b in positions for position in range(a, b))
+    assert set(found.values()) == {1}
+    assert Counter(epoch for epoch, _ in found) == {0: 24, 1: 40, 2: 40, 3: 12}
+
+
+def test_a_place_before_ones_own_is_not_what_others_came_to() -> None:
+    state = start(identity_of(40), epoch=1, num_lanes=2, batch_size=4, world_size=2)
+    _, later = deal_out(state, 2)
+    earlier = start(identity_of(40), epoch=0, num_lanes=2, batch_size=4, world_size=2)
+    for before, after in ((later, state), (later, earlier)):
+        with pytest.raises(StateMismatch):
+            between(before, after)
+
+
+def test_what_others_consumed_of_an_epoch_is_in_the_layout_that_it_began_with() -> None:
+    mine = start(identity_of(40), epoch=1, num_lanes=2, batch_size=4, world_size=2)
+    theirs = start(identity_of(40), epoch=1, num_lanes=3, batch_size=4, world_size=3)
+    _, theirs = deal_out(theirs, 1)
+    theirs = replan(theirs, num_lanes=2, batch_size=4, world_size=2)
+    ((begin, _),) = between(mine, theirs)
+    assert begin.segment.num_lanes == 3
+    _, mine = deal_out(mine, 1)
+    with pytest.raises(StateMismatch, match=r"\(2,\) became \(3,\)"):
+        between(mine, theirs)
+
+
+def test_what_others_consumed_of_a_stream_is_known_while_its_lanes_stay() -> None:
+    mine = start(identity_of(41, endless=True), epoch=0, num_lanes=6, batch_size=4, world_size=2)
+    _, mine = deal_out(mine, 2)
+    _, theirs = deal_out(replan(mine, num_lanes=6, batch_size=4, world_size=3), 9)
+    assert between(mine, theirs) == [(mine, theirs)]
+    _, theirs = deal_out(replan(mine, num_lanes=4, batch_size=4, world_size=4), 9)
+    with pytest.raises(StateMismatch, match="other lanes"):
+        between(mine, theirs)

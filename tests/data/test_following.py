@@ -159,9 +159,9 @@ def test_the_state_stays_small_and_its_place_is_a_tranche_and_a_step(lake: Growi
 def test_a_filter_is_counted_once_for_each_tranche(lake: Growing, monkeypatch: pytest.MonkeyPatch) -> None:
     counted, real = list[int](), selecting.count_rows
 
-    def count(table: Table, keep: RowFilter) -> Any:
+    def count(table: Table, keep: RowFilter, **named: Any) -> Any:
         counted.append(table.num_rows)
-        return real(table, keep)
+        return real(table, keep, **named)
 
     monkeypatch.setattr(selecting, "count_rows", count)
     found = []

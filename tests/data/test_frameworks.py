@@ -1,7 +1,8 @@
 """What accelerate, transformers' Trainer and Lightning do with a LakeLoader or LakeDataset, done here as they do it.
 
-The doubles are cut down from accelerate 1.15, transformers 5.23 and Lightning 2.6, in modules of the same names: what
-lakeckpt recognises is who calls. None of the frameworks is needed.
+The doubles are cut down from accelerate 1.15, transformers 5.24 and Lightning 2.6, in modules of the same names: what
+lakeckpt recognises is who calls. None of the frameworks is needed here; ``tests/frameworks`` asks accelerate and
+transformers themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lakeckpt import LakeDataset, LakeLoader
+from lakeckpt import LakeDataset, LakeLoader, mix
 from lakeckpt.data.batch import Batch
 from lakeckpt.errors import ConfigError, StateUnavailable
 from lakeckpt.reading.columns.ragged import Ragged
@@ -317,6 +318,17 @@ def test_a_prepared_loader_is_not_ahead_of_its_loop_and_enters_its_checkpoints(l
     assert ids(other) == whole[3:]
 
 
+def test_a_mixture_is_prepared_and_stays_where_a_framework_counts_epochs(lake: Path, prepare: Any) -> None:
+    sources = {name: (dataset_of(table_of(lake), batch_size=4, columns=["id"]), 1.0) for name in ("one", "other")}
+    loader = prepare(LakeLoader(mix(sources, batch_size=4)))
+    batches = iter(loader)
+    first = next(batches)
+    loader.set_epoch(0)
+    assert first["id"].device.type == next(batches)["id"].device.type == "meta" and not loader.end_of_dataloader
+    with pytest.raises(ConfigError, match="no epoch to go to"):
+        loader.set_epoch(1)
+
+
 def rows_of(lake: Path, **options: Any) -> LakeDataset:
     return dataset_of(table_of(lake), batch_size=None, columns=["id"], **options)
 
@@ -385,7 +397,7 @@ class Fit:
         self.combined, self.loader = combined, loader
         self.epoch, self.step = (0, 0) if resumed is None else resumed["at"]
         length = len(loader)
-        if resumed is not None:
+        if resumed is not None and resumed["loaders"]:
             combined.load_state_dicts([loader], resumed["loaders"])
         self.iterator = iter(loader)
         self.length = min(length, len(loader))
@@ -446,7 +458,10 @@ def test_lightning_goes_on_with_other_ranks_between_epochs_only(
         ranks_of(lake, combined, after, jobs[0].checkpoint())
     for fit in jobs:
         fit.take(fit.length - 3)
-    jobs = ranks_of(lake, combined, after, jobs[0].checkpoint())
+    with pytest.raises(StateUnavailable, match=rf"with {after} ranks, and was saved with {before}"):
+        ranks_of(lake, combined, after, jobs[0].checkpoint())  # of the last step
+    # Of a checkpoint that it made when the epoch was over, Lightning loads no loader's state.
+    jobs = ranks_of(lake, combined, after, {**jobs[0].checkpoint(), "loaders": None})
     assert [fit.loader.epoch for fit in jobs] == [1] * after
     for _ in range(2):
         rows = [row for fit in jobs for batch in fit.take(fit.length) for row in batch]

@@ -11,6 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from lakeckpt import LakeDataset, LakeLoader, ReadOptions, open_table, prefetch
 from lakeckpt.errors import ConfigError
@@ -53,6 +54,14 @@ def test_columns_without_an_order_or_names_are_refused(lake: Path, columns: Any)
 def test_a_dataset_has_no_items(lake: Path) -> None:
     with pytest.raises(TypeError, match=r"no item 0.*LakeLoader\(dataset\)"):
         made(lake)[0]
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, RandomSampler])
+def test_a_sampler_of_a_dataset_that_has_the_order_is_refused(lake: Path, kind: Any) -> None:
+    options = {"num_replicas": 2, "rank": 0} if kind is DistributedSampler else {}
+    with pytest.raises(ConfigError, match=r"takes no sampler.*training_data="):
+        kind(made(lake), **options)
+    assert len(DataLoader(made(lake), batch_size=None)) == len(made(lake))
 
 
 def test_a_name_alone_is_no_list_of_changes_to_accept(lake: Path) -> None:

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import TrainerCallback
 
 import lakeckpt
+from lakeckpt.cli.main import main
 from lakeckpt.convert import convert_checkpoint
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore")]  # the frameworks' imports warn
+
+
+class _Seen(TrainerCallback):
+    """Notes the steps that were done before each step, and the weights then."""
+
+    def __init__(self, steps: list[tuple[int, torch.Tensor]], model: torch.nn.Module) -> None:
+        self._steps, self._model = steps, model
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self._steps.append((state.global_step, next(self._model.parameters()).detach().clone()))
 
 
 def equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
@@ -41,6 +56,36 @@ def test_a_checkpoint_of_transformers_trainer(tmp_path: Path) -> None:
     assert equal(fresh, model)
     old, new = (one.optimizer.state_dict()["state"] for one in (trainer, again))
     assert all(torch.equal(old[key]["exp_avg"], new[key]["exp_avg"]) for key in old) and len(old) == len(new) > 0
+
+
+def test_a_lake_trainer_goes_on_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from lakeckpt.integrations.transformers import LakeTrainer
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+    ids = [[number % 16] * 8 for number in range(32)]
+    rows = [{"input_ids": one, "labels": one} for one in ids]
+    out, common = str(tmp_path / "out"), {"report_to": [], "use_cpu": True}
+    Trainer(model=model, args=TrainingArguments(out, max_steps=3, save_steps=3, **common), train_dataset=rows).train()
+    tied = {"lm_head.weight": "transformer.wte.weight"}
+    convert_checkpoint(tmp_path / "out" / "checkpoint-3", tmp_path / "run", to="run", tied=tied)
+    (tmp_path / "lake").mkdir()
+    pq.write_table(pa.table({"input_ids": ids, "labels": ids}), tmp_path / "lake" / "part-0.parquet")
+
+    def transform(batch: lakeckpt.Batch) -> dict[str, torch.Tensor]:
+        return {name: batch[name].to_padded(0) for name in ("input_ids", "labels")}
+
+    dataset = lakeckpt.LakeDataset(tmp_path / "lake", batch_size=8, transform=transform)
+    arguments = TrainingArguments(out, max_steps=6, save_strategy="no", **common)
+    trainer = LakeTrainer(model=model, args=arguments, train_dataset=dataset, run=tmp_path / "run")
+    before = model.transformer.wte.weight.detach().clone()
+    model.transformer.wte.weight.data.zero_()
+    steps = []
+    trainer.add_callback(_Seen(steps, model))
+    trainer.train()
+    assert [step for step, _ in steps] == [3, 4, 5] and torch.equal(steps[0][1], before)
+    assert main(["audit", str(tmp_path / "run")]) == 0
 
 
 def test_a_checkpoint_of_lightning(tmp_path: Path) -> None:

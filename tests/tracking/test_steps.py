@@ -48,6 +48,29 @@ def test_a_frontier_lies_behind_its_receipt() -> None:
     assert frontier_after(receipt) == Frontier(2, 6)
 
 
+def test_steps_of_other_processes_are_not_known_one_by_one() -> None:
+    recorder = StepRecorder()
+    for step in (1, 2):
+        recorder.note(step, Frontier(0, step))
+    recorder.jump(9, Frontier(0, 20))
+    for step in (10, 11):
+        recorder.note(step, Frontier(0, 11 + step))
+    record = recorder.record(11)
+    assert StepRecord.from_plain(record.to_plain()) == record
+    assert [step for step in range(1, 12) if not record.is_known(step)] == list(range(3, 10))
+    assert [record.frontier(step) for step in (2, 8, 9, 11)] == [(0, 2), None, (0, 20), (0, 22)]
+    recorder.forget(9)
+    assert recorder.record(11).is_known(10)
+
+
+def test_a_reader_that_goes_back_by_a_step_is_no_jump() -> None:
+    recorder = StepRecorder()
+    recorder.note(1, Frontier(0, 5))
+    recorder.note(2, Frontier(0, 4))
+    recorder.forget(1)
+    assert recorder.record(2).is_known(2)
+
+
 def test_malformed_records_are_refused() -> None:
     with pytest.raises(ValueError, match="five integers"):
         StepRecord.from_plain([[1, 2, 3]])

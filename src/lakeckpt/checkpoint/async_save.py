@@ -330,7 +330,7 @@ class Background:
             metric=metric,
         )
         remarks = Remarks(lost=outcome.lost, unpruned=outcome.text)
-        return Saved(step=outcome.step, info=info, error=None, remarks=remarks)
+        return Saved(step=outcome.step, info=info, error=None, remarks=remarks, took_s=outcome.took_s)
 
     def wait(self) -> None:
         """Return when the results of all saves are known. Raises `SaveFailed` if the agent is silent."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state
 from lakeckpt.checkpoint.async_save import Background
-from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all
+from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
 from lakeckpt.checkpoint.failures import note_stop
 from lakeckpt.checkpoint.keep import Keep, held_metric
@@ -33,11 +33,11 @@ from lakeckpt.checkpoint.report import CheckpointInfo, Reporter, RestoreReport, 
 from lakeckpt.checkpoint.restore.restorer import Restorer
 from lakeckpt.checkpoint.schedule import Schedule, interval_of
 from lakeckpt.checkpoint.sync_save import Saver
+from lakeckpt.counters import RUNS, RunCounters
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
-from lakeckpt.tracking.readers import TrackedReader
 from lakeckpt.tracking.votes import Together
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 
@@ -116,22 +116,18 @@ class CheckpointManager:
         self._exchange, self._waiter = self._talk(group, timeout_s, alone=world_size == 1)
         check_topology(self._exchange, rank, world_size)
         self._capture_every = capture_every
-        self._place: Place | None = None
-        if capture_every is not None:
-            self._place = place_of(self._storage, uri, storage_options or {}, arenas)
+        place = None if capture_every is None else place_of(self._storage, uri, storage_options or {}, arenas)
+        self._place: Place | None = place
         self._bubbles = bubbles
         self._keeper: ProfileKeeper | None = None
         self._saves: Saver | Background | None = None
         self._settings = Settings(keep=rule, timeout_s=timeout_s)
-        self._reporter = Reporter(on_save, warns=on_save_failure == "warn")
+        self._counters = RunCounters(describe(self._storage), self._exchange.rank)
+        self._uncount: Callable[[], object] = lambda: None
+        self._reporter = Reporter(on_save, warns=on_save_failure == "warn", counters=self._counters)
         self._preemption = Preemption(save_on, self._exchange, self._reporter, grace_s=grace_s, requeue=requeue)
-        self._shared = {
-            "persist_every": str(every),
-            "capture_every": repr(capture_every),
-            "keep": repr(rule),
-            "on_save_failure": on_save_failure,
-            "save_on": self._preemption.names,
-        }
+        self._shared = {"persist_every": str(every), "capture_every": repr(capture_every), "keep": repr(rule)}
+        self._shared |= {"on_save_failure": on_save_failure, "save_on": self._preemption.names}
         self._schedule = Schedule(every, self._exchange, self._waiter)
         self._tracks: dict[str, ReaderTrack] = {}
         self._step = 0
@@ -207,11 +203,7 @@ class CheckpointManager:
     def _begin(self, done: int, attempt: Attempt) -> None:
         """Begin to count steps, and to capture, after a restore."""
         self._step, self._reporter.saved_step = done, attempt.recorded
-        self._tracks.update(
-            (name, ReaderTrack(name, one, attempt=attempt.number))
-            for name, one in self._objects.items()
-            if isinstance(one, TrackedReader)
-        )
+        self._tracks.update(tracks_of(self._objects, attempt.number))
         objects = {name: one for name, one in self._objects.items() if name not in self._tracks}
         self._watch = Watch(self._tracks, objects)
         self._saves = open_saves(
@@ -225,11 +217,13 @@ class CheckpointManager:
             settings=self._settings,
             waiter=self._waiter,
             gate=None if self._bubbles is None else self._bubbles.gate,
+            counters=self._counters,
         )
         if self._bubbles is not None:
-            rank, world_size = self._exchange.rank, self._exchange.world_size
-            self._keeper = self._bubbles.kept(self._storage, attempt=attempt.number, rank=rank, world_size=world_size)
+            self._keeper = self._bubbles.kept(self._storage, attempt=attempt.number, exchange=self._exchange)
         self._schedule.start(done)
+        self._counters.begin(done, attempt.recorded, self._report.restored if self._report else None)
+        self._uncount = RUNS.follow(self, self._counters)
 
     def step(self, batch: Any = None, *, metric: float | None = None) -> None:
         """Count an optimizer step, and save if the policy says so. Call it on every rank after each optimizer step,
@@ -252,10 +246,11 @@ class CheckpointManager:
         receipts = by_reader(batch, self._tracks)
         self._metric = held_metric(metric)
         self._step += 1
+        self._counters.step = self._step
         self._watch.stepped(cut_all(self._tracks, self._step, receipts))
         if self._bubbles is not None:
             self._bubbles.gate.cut(self._step)
-        with self._preemption.busy(), self._reporter.warning_of(self._step):
+        with self._preemption.busy(), self._reporter.warning_of(self._step), self._reporter.stalling():
             if self._schedule.is_due(self._step):
                 self._save(saves, sync=False)
             else:
@@ -288,7 +283,7 @@ class CheckpointManager:
             self._metric = held_metric(metric)
         self._schedule.begins()
         handle = None if sync else self._reporter.handle(self._step, self.wait)
-        with self._preemption.busy():
+        with self._preemption.busy(), self._reporter.stalling():
             self._save(saves, sync=sync)
         return self._reporter.newest if handle is None else handle
 
@@ -322,6 +317,7 @@ class CheckpointManager:
     def _close(self, *, well: bool) -> None:
         if not self._closed:
             self._closed = True
+            self._uncount()
             try:
                 if well:
                     self._watch.check_stepped()
@@ -375,7 +371,11 @@ class CheckpointManager:
         self.wait()
 
     def _save(self, saves: Saver | Background, *, sync: bool) -> None:
-        saves.save(self._step, self._metric, patient=sync)
+        try:
+            saves.save(self._step, self._metric, patient=sync)
+        except Exception:
+            self._counters.failed += 1
+            raise
         if sync:
             saves.wait()
         self._read_results(saves, wanted=self._step if sync else None)

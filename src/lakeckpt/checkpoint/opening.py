@@ -22,6 +22,7 @@ from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.sync_save import Saver
+from lakeckpt.counters import RunCounters
 from lakeckpt.errors import ConfigError, UnsupportedValue
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
@@ -79,18 +80,19 @@ def open_saves(
     tracks: Mapping[str, ReaderTrack],
     settings: Settings,
     waiter: Waiter,
+    counters: RunCounters | None = None,
     gate: Gate | None = None,
 ) -> Saver | Background:
     """Return what saves ``objects`` and ``tracks``, for a history that goes on after ``step``: while training waits, or
     beside training if there is a ``place``.
 
-    ``gate`` says when slices may move; None: at once.
+    ``gate`` says when slices may move; None: at once. ``counters`` count captures.
 
     Raises `AgentError` where no agent can be started, `ArenaError` where the folder cannot hold arenas.
     """
     journal = Journal(tracks, step, pending=attempt.pending, recorded=attempt.recorded)
     if place is not None:
-        engine, agent, generations = _open_agent(objects, place, exchange, attempt, step, settings, gate)
+        engine, agent, generations = _open_agent(objects, place, exchange, attempt, step, settings, gate, counters)
         return Background(
             engine,
             agent,
@@ -123,6 +125,7 @@ def _open_agent(
     step: int,
     settings: Settings,
     gate: Gate | None,
+    counters: RunCounters | None,
 ) -> tuple[CaptureEngine, AgentLink, Generations]:
     """Start what captures ``objects``, and the agent that persists captures."""
     place.arenas.make()
@@ -149,6 +152,7 @@ def _open_agent(
         gate=gate,
         generations=_generations(exchange.world_size),
         checksummer=lambda: agent.checksummer,
+        counters=counters,
     )
     return engine, agent, Generations(place.arenas, identity)
 

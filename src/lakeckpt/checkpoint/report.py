@@ -5,6 +5,7 @@ The module starts no threads.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.persist.log import Damage
+from lakeckpt.counters import RunCounters
 from lakeckpt.errors import CheckpointError, LakeckptError, SaveFailed, SaveSkipped
 
 __all__ = [
@@ -102,6 +104,8 @@ class Saved:
     error: LakeckptError | None
     remarks: Remarks = field(default_factory=Remarks)
     """On the commit."""
+    took_s: float = 0.0
+    """Seconds from the order, or the call, to the commit."""
 
 
 class SaveHandle:
@@ -133,10 +137,13 @@ class SaveHandle:
 class Reporter:
     """Reports the results of saves to the user: by ``on_save``, as warnings, and as errors.
 
-    The training thread calls it. ``warns``: the failure of a save by policy is a warning.
+    The training thread calls it. ``warns``: the failure of a save by policy is a warning. ``counters`` count results.
     """
 
-    def __init__(self, on_save: Callable[[CheckpointInfo], object] | None, *, warns: bool) -> None:
+    def __init__(
+        self, on_save: Callable[[CheckpointInfo], object] | None, *, warns: bool, counters: RunCounters
+    ) -> None:
+        self._counters = counters
         self.newest: CheckpointInfo | None = None
         """The newest commit that was reported."""
         self.saved_step = 0
@@ -162,15 +169,26 @@ class Reporter:
             if one.info is not None:
                 remarks, failure = one.remarks, None
                 self.saved_step, self.newest = one.step, one.info
+                self._counters.committed(one.step, one.info.created_s, one.took_s)
                 if self._on_save is not None:
                     self._on_save(one.info)
             elif not isinstance(one.error, SaveSkipped) or one.step == wanted:
                 failure, self._failed_step = one.error, one.step
+                self._counters.failed += 1
         try:
             remarks.warn()
         finally:  # whether or not warnings are errors
             if failure is not None:
                 raise failure
+
+    @contextmanager
+    def stalling(self) -> Iterator[None]:
+        """Count for how long the block holds up the training thread."""
+        begin_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._counters.stall_s += time.perf_counter() - begin_s
 
     @contextmanager
     def warning_of(self, step: int) -> Iterator[None]:

@@ -9,6 +9,7 @@ starts and joins these threads.
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -71,13 +72,14 @@ class Saver:
         Raises what `Publisher.publish` does, `UnsupportedValue` for a state that cannot be written, and `ConfigError`
         for a metric that turns out to be no number.
         """
-        attempt = self._publisher.attempt
+        attempt, begin_s = self._publisher.attempt, time.perf_counter()
         save = SaveId(attempt=attempt.number, step=step, number=attempt.saves)
         attempt.saves += 1
         manifest = self._publisher.publish(save, self._taken(step, metric), self._exchange)
         self._journal.committed(manifest.step)
         info, remarks = CheckpointInfo.of(manifest), self._publisher.remarks
-        self._results.append(Saved(step=step, info=info, error=None, remarks=remarks))
+        took_s = time.perf_counter() - begin_s
+        self._results.append(Saved(step=step, info=info, error=None, remarks=remarks, took_s=took_s))
 
     def results(self) -> list[Saved]:
         """Return the results of saves since the last call."""

@@ -11,6 +11,7 @@ from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.report import AuditReport, EpochAudit, Finding, ReaderAudit
 from lakeckpt.cli.output import TextTable, format_count, format_rows, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
+from lakeckpt.progress import progress_bar
 
 __all__ = ["add_arguments", "run"]
 
@@ -36,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Audit and print. Returns the exit status."""
     storage, place = open_run(args)
-    report = audit(storage, tip=args.tip)
+    with progress_bar("records", show=not args.json) as progress:
+        report = audit(storage, tip=args.tip, progress=progress)
     if args.json:
         print_json(report.to_plain())
     else:

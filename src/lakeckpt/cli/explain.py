@@ -13,6 +13,7 @@ from lakeckpt.cli.output import TextTable, format_count, format_rows, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run, options_of
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.formats.dispatch import open_table
+from lakeckpt.progress import progress_bar
 
 __all__ = ["add_arguments", "run"]
 
@@ -50,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _documents(args: argparse.Namespace) -> Documents:
-    table = open_table(args.table, storage_options=options_of(args.table_options))
+    with progress_bar("footers", show=not args.json) as progress:
+        table = open_table(args.table, storage_options=options_of(args.table_options), progress=progress)
     before, after = _tokens("--before", args.before), _tokens("--after", args.after)
     return Documents(table, column=args.column, before=before, after=after, reader=args.reader)
 

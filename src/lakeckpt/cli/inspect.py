@@ -20,6 +20,7 @@ from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_ti
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 from lakeckpt.core.flows.plan import read_state
 from lakeckpt.errors import StateError
+from lakeckpt.progress import progress_bar
 
 __all__ = ["add_arguments", "overview_of", "run"]
 
@@ -36,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
     """Inspect and print. Returns 0, also if there is damage."""
     storage, place = open_run(args)
     newest = 10**9 if args.json or args.all else _NEWEST
-    plain = overview_of(read_run(storage), Kept(storage), newest=newest)
+    with progress_bar("log", show=not args.json) as progress:
+        history = read_run(storage, progress=progress)
+    plain = overview_of(history, Kept(storage), newest=newest)
     if args.json:
         print_json(plain)
     else:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 __all__ = [
@@ -20,10 +20,7 @@ __all__ = [
     "format_rows",
     "format_time",
     "print_json",
-    "progress_bar",
 ]
-
-Progress = Callable[[int, int], None]
 
 
 def drop_output() -> None:
@@ -71,28 +68,6 @@ def print_json(value: Mapping[str, object]) -> None:
     """Write one JSON document to stdout, in ASCII."""
     json.dump(value, sys.stdout, indent=1)
     sys.stdout.write("\n")
-
-
-@contextlib.contextmanager
-def progress_bar(what: str, *, show: bool) -> Iterator[Progress | None]:
-    """Give a ``(done, total)`` callable that shows progress while the body runs; None unless ``show``.
-
-    The progress is one line of stderr, if that is a terminal. The line is cleared at the end.
-    """
-    shown = ""
-
-    def advance(done: int, total: int) -> None:
-        nonlocal shown
-        text = f"{what} {done / max(1, total):.0%}"
-        if text != shown and sys.stderr.isatty():
-            print("\r" + text.ljust(len(shown)), end="", file=sys.stderr, flush=True)
-            shown = text
-
-    try:
-        yield advance if show else None
-    finally:
-        if shown:
-            print("\r" + " " * len(shown), end="\r", file=sys.stderr, flush=True)
 
 
 def format_bytes(size: float) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 
 from lakeckpt.checkpoint.ledger.verify import CheckedCheckpoint, VerifyReport, verify
-from lakeckpt.cli.output import TextTable, format_bytes, format_count, print_json, progress_bar
+from lakeckpt.cli.output import TextTable, format_bytes, format_count, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
+from lakeckpt.progress import progress_bar
 
 __all__ = ["add_arguments", "run"]
 

@@ -29,6 +29,7 @@ __all__ = [
     "Assignment",
     "LayoutKey",
     "Plan",
+    "between",
     "check_place",
     "consumed",
     "consumption",
@@ -329,3 +330,42 @@ def consumed(state: ReaderState) -> dict[int, Intervals]:
     rows = {epoch: state.identity.rows_of(epoch) for epoch in epochs}
     every = {epoch: Intervals.whole(rows[epoch]).difference(rest.of(epoch, rows[epoch])) for epoch in epochs}
     return {epoch: positions for epoch, positions in every.items() if positions}
+
+
+def between(before: ReaderState, after: ReaderState) -> list[tuple[ReaderState, ReaderState]]:
+    """Return the stretches by which a job came from ``before`` to ``after``: pairs of states, each of one epoch.
+
+    The segments of an epoch that ended between the two are not known, and its rows do not depend on them: all of them
+    were consumed. So ``tail`` must be "short". Raises StateMismatch where ``after`` does not follow from ``before``;
+    also where their positions may not mean the same rows, as in an endless stream whose lanes have changed.
+    """
+    assert before.identity.tail == "short", before.identity
+    found = []
+    while before.epoch < after.epoch:
+        steps = Plan(before).steps
+        assert steps is not None
+        found.append((before, before.moved(step=steps)))
+        before = _start_like(after, before.identity, before.epoch + 1)
+    if is_start(before):
+        before = _start_like(after, before.identity, before.epoch)
+    if _layouts(before) != _layouts(after):
+        raise StateMismatch(
+            f"two states whose epochs were laid out in other lanes: {_layouts(before)} became {_layouts(after)}"
+        )
+    consumption(before, after)
+    return [*found, (before, after)]
+
+
+def _start_like(state: ReaderState, identity: Identity, epoch: int) -> ReaderState:
+    """Return the start of ``epoch`` in the layout that the epoch of ``state`` began with."""
+    num_lanes, batch_size, world_size = state.segments[0].topology
+    if state.base is not None and state.base.begun:
+        num_lanes, world_size = state.base.begun[0].num_lanes, 1
+    return start(identity, epoch=epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
+
+
+def _layouts(state: ReaderState) -> tuple[object, ...]:
+    """Return what the layout of each epoch of ``state`` depends on."""
+    if state.identity.endless:
+        return state.base, {_deal_key(segment) for segment in state.segments}
+    return (state.segments[0].num_lanes if state.base is None else state.base.begun[0].num_lanes,)

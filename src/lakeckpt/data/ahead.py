@@ -66,6 +66,16 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
         rows = self._announced[0][1] if self._announced else None
         return rows is None or self._source.is_ready(rows)
 
+    @property
+    def ready(self) -> int:
+        """How many of the next batches would come without a wait. Any thread may ask."""
+        ready = 0
+        for _, rows in list(self._announced):
+            if rows is None or not self._source.is_ready(rows):
+                break
+            ready += 1
+        return ready
+
     def close(self) -> None:
         """Drop what was announced and decoded, and end the threads."""
         self._assignments = None

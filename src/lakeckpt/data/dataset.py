@@ -20,7 +20,7 @@ from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.flows.arguments import check_flow, check_no_workers, feed_of, parts_of
-from lakeckpt.data.foreign.frameworks import check_dealers
+from lakeckpt.data.foreign.frameworks import check_dealers, check_not_sampled
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
 from lakeckpt.data.options import Follow, ReadOptions, flag, following, one_of, optional, positive, whole
 from lakeckpt.data.place.begun import Consumed, rest_of_first_epoch
@@ -354,6 +354,7 @@ class LakeDataset(IterableDataset[Any]):
 
         `TypeError` for an endless stream, and on one of several ranks while the number of lanes is not known.
         """
+        check_not_sampled()
         rank, world_size = self.topology
         if self._progress.identity.endless or self.follow is not None:
             raise TypeError("an endless stream has no length")

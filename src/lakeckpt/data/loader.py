@@ -24,6 +24,7 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.batch import checked_number_column, numbered, pinned
+from lakeckpt.data.counting import Counting
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.flows.arguments import feed_of
 from lakeckpt.data.foreign.frameworks import (
@@ -34,7 +35,7 @@ from lakeckpt.data.foreign.frameworks import (
     counts_steps,
     without_others,
 )
-from lakeckpt.data.options import flag, optional, whole
+from lakeckpt.data.options import flag, optional, refuse, whole
 from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.reader import LoaderReader, sources_of
 from lakeckpt.data.prefetch import Stage
@@ -47,17 +48,6 @@ from lakeckpt.lake.table.table import Table
 
 __all__ = ["LakeLoader"]
 
-_ELSEWHERE = {
-    "batch_size": "the dataset makes the micro-batches: LakeDataset(…, batch_size=…)",
-    "shuffle": "the dataset has the order: LakeDataset(…, shuffle=True)",
-    "sampler": "the dataset has the order, and each rank's share of it: LakeDataset(…, shuffle=True)",
-    "batch_sampler": "the dataset has the order, and each rank's share of it: LakeDataset(…, shuffle=True)",
-    "drop_last": "the dataset has the ends: LakeDataset(…, drop_last=True)",
-    "collate_fn": "micro-batches come whole: what is to be made of one is LakeDataset(…, transform=…)",
-    "pin_memory_device": "pin_memory=True pins for the accelerator at hand",
-    "in_order": "the order of rows never depends on workers",
-}
-"""The arguments of a DataLoader that a LakeLoader does not have, and where they went."""
 _RESTARTS = "a LakeLoader with restart=True begins anew in each iteration: it has no state"
 
 
@@ -112,10 +102,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         restart: bool = False,
         **others: Never,
     ) -> None:
-        for name in others:
-            if name not in _ELSEWHERE:
-                raise TypeError(f"LakeLoader has no argument {name!r}")
-            raise ConfigError(f"LakeLoader has no {name}=: {_ELSEWHERE[name]}")
+        refuse(others)
         if not isinstance(dataset, LakeDataset):
             raise ConfigError(f"LakeLoader reads a lakeckpt.LakeDataset, got {type(dataset).__name__}")
         prefetch_factor = optional("prefetch_factor", prefetch_factor)
@@ -141,6 +128,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             dataset._progress.deliveries.saved()  # its place is never saved, and that is no reason to warn
         object.__setattr__(self, "sampler", EpochSetter(self._framework_epoch))  # torch's own refuses another one
         self._progress = dataset._progress
+        self._counting = Counting()
         self._row_wise = dataset.row_wise
         self.receipt_column = checked_number_column(receipt_column, row_wise=self._row_wise)
         self._own_generator = torch.Generator() if generator is None else None
@@ -153,6 +141,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """The newest iteration."""
         self._follows: int | None = None
         """An iteration that a framework sent to another epoch before anything was asked of it."""
+        self._before_more: Callable[[], None] | None = None
+        """Called when the loop asks for more, or goes to another epoch: what it did with the last batch is done."""
 
     # --- what is asked
 
@@ -207,7 +197,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
         return self._as_prepared(items, self._progress.steps) if self._is_prepared else items
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_early": None}  # a copy begins anew
+        # A copy begins anew, for another loop.
+        return {**self.__dict__, "_early": None, "_before_more": None, "_counting": Counting()}
 
     def _start(self) -> None:
         """Begin to read what the next iteration will deliver, within the memory limit of iterating."""
@@ -265,9 +256,11 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """Return what is left of the epoch, which is read ahead from now on."""
         feed = feed_of(self.dataset, rank)
         if self.num_workers:
-            read, beginning = self._started().read, Beginning(state=self._progress.state, rank=rank)
+            read = self._counting.reads(self._started()).read
+            beginning = Beginning(state=self._progress.state, rank=rank)
             return feed.of_workers(self.num_workers, read, beginning) if feed else read(assignments, beginning)
-        found: Iterator[tuple[Receipt, Any]] = feed.in_process() if feed else Ahead(self.dataset._source, assignments)
+        found: Iterator[tuple[Receipt, Any]]
+        found = feed.in_process() if feed else self._counting.reads(Ahead(self.dataset._source, assignments))
         pins = self.pin_memory and torch.accelerator.is_available()
         return ((receipt, pinned(batch)) for receipt, batch in found) if pins else found
 
@@ -304,14 +297,18 @@ class LakeLoader(Prepared, DataLoader[Any]):
         progress.check(iteration)
         step, replanned = progress.state.step, progress.replanned
         found = found if stage is None else stage(found)
-        while (pulled := next(found, None)) is not None:
+        counters = self._counting.begin(self)
+        while (pulled := counters.pull(found)) is not None:
             receipt, batch = pulled
             self.dataset._carried.check(batch, receipt)
             if gives(receipt, self._row_wise):
                 progress.check(iteration)
                 item = batch if self.receipt_column is None else numbered(batch, self.receipt_column, receipt.number)
                 progress.delivered(receipt)
+                counters.delivered(receipt.rows)
                 yield item
+                if self._before_more is not None:
+                    self._before_more()
             step = receipt.step + 1
             progress.check(iteration)
             if progress.replanned != replanned:
@@ -324,14 +321,16 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle."""
-        self._early = None
-        self.dataset.set_epoch(epoch)
-        if self._restarts is not None:
-            self._restarts = epoch
+        if epoch != self.epoch:
+            self._early = None
+            self.dataset.set_epoch(epoch)
+            self._restarts = None if self._restarts is None else epoch
 
     def _framework_epoch(self, epoch: int) -> None:
         """Go to the epoch that a framework begins, if there are any; it may have asked for an iterator already."""
-        if self.dataset.follow or epoch == self.epoch:
+        if self._before_more is not None:
+            self._before_more()
+        if self.dataset.follow or epoch == self.epoch or self.identity.endless:
             return
         is_newest = self._progress.is_newest(self._waiting)
         self.set_epoch(epoch)

@@ -27,6 +27,7 @@ __all__ = [
     "one_of",
     "optional",
     "positive",
+    "refuse",
     "whole",
 ]
 
@@ -34,6 +35,19 @@ MOST = 1 << 31
 
 OVERRIDABLE = frozenset({"table", "selection", "tail", "transform"})
 """Differences between a state and a dataset that a user may accept."""
+
+
+_ELSEWHERE = {
+    "batch_size": "the dataset makes the micro-batches: LakeDataset(…, batch_size=…)",
+    "shuffle": "the dataset has the order: LakeDataset(…, shuffle=True)",
+    "sampler": "the dataset has the order, and each rank's share of it: LakeDataset(…, shuffle=True)",
+    "batch_sampler": "the dataset has the order, and each rank's share of it: LakeDataset(…, shuffle=True)",
+    "drop_last": "the dataset has the ends: LakeDataset(…, drop_last=True)",
+    "collate_fn": "micro-batches come whole: what is to be made of one is LakeDataset(…, transform=…)",
+    "pin_memory_device": "pin_memory=True pins for the accelerator at hand",
+    "in_order": "the order of rows never depends on workers",
+}
+"""The arguments of a DataLoader that a LakeLoader does not have, and where they went."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,3 +195,11 @@ def check_lanes(num_lanes: int) -> None:
     """Refuse so many lanes that planning would take too long."""
     if num_lanes > MAX_LANES:
         raise ConfigError(f"an epoch has at most {MAX_LANES} lanes, got {num_lanes}: give a smaller num_lanes=")
+
+
+def refuse(others: Collection[str]) -> None:
+    """Refuse arguments that a LakeLoader does not have: `ConfigError` for those of a DataLoader, else ``TypeError``."""
+    for name in others:
+        if name not in _ELSEWHERE:
+            raise TypeError(f"LakeLoader has no argument {name!r}")
+        raise ConfigError(f"LakeLoader has no {name}=: {_ELSEWHERE[name]}")

@@ -33,8 +33,9 @@ Stage = Callable[[Iterator[_Found]], Iterator[_Found]]
 def prefetch(loader: LakeLoader, *, depth: int = 2, device: torch.device | str | int | None = None) -> Prefetched:
     """Return what iterates ``loader`` and holds the next batches ready, on ``device``.
 
-    Iterate it in place of the loader; the loader itself goes into the state of the `CheckpointManager`. Each batch
-    keeps its ``receipt``, and what is held back counts as not delivered: nothing of it is lost at a restart.
+    Iterate it in place of the loader. In the state of the `CheckpointManager` both mean the same, and all other members
+    are the loader's, too. Each batch keeps its ``receipt``, and what is held back counts as not delivered: nothing is
+    lost at a restart.
 
     Args:
         loader: the `LakeLoader` to iterate.
@@ -50,12 +51,18 @@ def prefetch(loader: LakeLoader, *, depth: int = 2, device: torch.device | str |
 
 
 class Prefetched:
-    """Iterates a loader with batches held ready; made by `prefetch`."""
+    """Iterates a loader with batches held ready, and has all members of the loader; made by `prefetch`."""
 
     def __init__(self, loader: LakeLoader, *, depth: int, device: torch.device | None) -> None:
         self._loader = loader
         self._depth = depth
         self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a member of the loader, such as ``epoch`` or ``state_dict``."""
+        if name.startswith("__") or name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def __len__(self) -> int:
         """Return the length of the loader."""

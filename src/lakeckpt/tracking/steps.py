@@ -18,6 +18,10 @@ from lakeckpt.core.receipts import Receipt
 __all__ = ["Frontier", "Run", "StepRecord", "StepRecorder", "frontier_after"]
 
 
+_JUMP = -1
+"""The stride of a run that is a jump."""
+
+
 class Frontier(NamedTuple):
     """Up to where a reader has been consumed: ``step`` steps of ``epoch``."""
 
@@ -33,7 +37,11 @@ def frontier_after(receipt: Receipt) -> Frontier:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """Optimizer steps ``first`` … ``first + count - 1``: after the i-th of them, the frontier is ``start`` moved on by
-    i times ``stride`` loader steps."""
+    i times ``stride`` loader steps.
+
+    A *jump* is a run of one step with a stride of -1: which rows this step and those before it used is not known, back
+    to the run before. Other processes did these steps.
+    """
 
     first: int
     count: int
@@ -49,12 +57,18 @@ class Run:
         """The last optimizer step of the run."""
         return self.first + self.count - 1
 
+    @property
+    def is_jump(self) -> bool:
+        """True where other processes did the step, and those before it."""
+        return self.count == 1 and self.stride == _JUMP
+
     def part(self, first: int, last: int) -> Run | None:
         """Return the part of the run from optimizer step ``first`` to ``last``; None if there is none."""
         first, last = max(first, self.first), min(last, self.last)
         if first > last:
             return None
-        return Run(first=first, count=last - first + 1, start=self.at(first - self.first), stride=self.stride)
+        stride = self.stride if first < last or self.is_jump else 0
+        return Run(first=first, count=last - first + 1, start=self.at(first - self.first), stride=stride)
 
     def at(self, index: int) -> Frontier:
         """Return the frontier after the ``index``-th step of the run, from 0."""
@@ -70,8 +84,13 @@ class StepRecord:
 
     def __post_init__(self) -> None:
         for before, after in zip(self.runs, self.runs[1:], strict=False):
-            if after.first != before.first + before.count:
+            follows = after.first == before.first + before.count
+            if not (follows or (after.is_jump and after.first > before.last)):
                 raise ValueError(f"runs of steps must follow one another: {after.first} after {before}")
+
+    def is_known(self, step: int) -> bool:
+        """Return whether it is known which rows optimizer step ``step`` used."""
+        return not next((run.is_jump for run in self.runs if run.last >= step), False)
 
     def frontier(self, step: int) -> Frontier | None:
         """The frontier after optimizer step ``step`` (counted from 1), or None where this record does not hold it."""
@@ -106,7 +125,7 @@ class StepRecorder:
 
     def note(self, step: int, frontier: Frontier) -> None:
         """Note that after optimizer step ``step`` the reader was consumed up to ``frontier``. Constant time."""
-        last = self._runs[-1] if self._runs else None
+        last = self._runs[-1] if self._runs and not self._runs[-1].is_jump else None
         if last is not None and step == last.first + last.count and frontier.epoch == last.start.epoch:
             moved = frontier.step - last.start.step
             stride = moved if last.count == 1 else last.stride
@@ -114,6 +133,10 @@ class StepRecorder:
                 self._runs[-1] = Run(first=last.first, count=last.count + 1, start=last.start, stride=stride)
                 return
         self._runs.append(Run(first=step, count=1, start=frontier, stride=0))
+
+    def jump(self, step: int, frontier: Frontier) -> None:
+        """Note that other processes did the steps up to ``step``, after which the reader is at ``frontier``."""
+        self._runs.append(Run(first=step, count=1, start=frontier, stride=_JUMP))
 
     def forget(self, up_to: int) -> None:
         """Forget the steps up to and including ``up_to``: a commit has recorded them."""

@@ -17,6 +17,7 @@ from lakeckpt.checkpoint.bubbles.watch import Bubbles
 from lakeckpt.checkpoint.report import SaveWarning
 from lakeckpt.errors import ConfigError, StorageError
 from lakeckpt.lake.storage.open import open_storage
+from lakeckpt.tracking.exchange import Exchange
 from tests.checkpoint.rig import MemoryStorage, manager, train_step, training
 from tests.patience import PATIENCE_S
 
@@ -65,7 +66,7 @@ def test_the_last_iterations_are_saved_beside_a_run(tmp_path: Path) -> None:
     for step in range(3):
         bubbles.gate.cut(step)
     storage = open_storage(tmp_path)
-    bubbles.kept(storage, attempt=1, rank=0, world_size=1).end()
+    bubbles.kept(storage, attempt=1, exchange=Exchange()).end()
     (profile,) = read_profiles(storage)
     assert [one.step for one in profile.records] == [0, 1]
 

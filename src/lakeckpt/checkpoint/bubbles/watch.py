@@ -20,6 +20,7 @@ from lakeckpt.checkpoint.bubbles.gate import BubbleGate
 from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, ProfileKeeper, save_profile
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.base import Storage
+from lakeckpt.tracking.exchange import Exchange
 
 __all__ = ["Bubbles", "watch_data"]
 
@@ -66,8 +67,9 @@ class Bubbles:
         """Report that the rank waits while the block runs; ``site`` names what it waits for."""
         return self.gate.idle(site)
 
-    def kept(self, storage: Storage, *, attempt: int, rank: int, world_size: int) -> ProfileKeeper:
+    def kept(self, storage: Storage, *, attempt: int, exchange: Exchange) -> ProfileKeeper:
         """Write the last iterations beside the checkpoints of a run, once a minute until the keeper is ended."""
+        rank, world_size = exchange.rank, exchange.world_size
 
         def write() -> None:
             records = self.gate.records()

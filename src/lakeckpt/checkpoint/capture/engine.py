@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import Checksums, SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
 from lakeckpt.checkpoint.report import CaptureWarning
+from lakeckpt.counters import RunCounters
 from lakeckpt.errors import AgentError, ConfigError, LakeckptError, SaveFailed
 
 __all__ = ["CaptureEngine"]
@@ -61,6 +63,7 @@ class CaptureEngine:
         gate: admits slices.
         slice_bytes: the size of slices; default: a size that fits the size of the state.
         checksummer: returns who takes the checksums where many bytes come from a device; None: the copier.
+        counters: count captures, and for how long fences hold up their threads.
 
     One thread calls `cut`, `wait` and `close`. Any thread that is about to change the state calls `fence`.
     """
@@ -78,7 +81,9 @@ class CaptureEngine:
         slice_bytes: int | None = None,
         generations: int = 3,
         checksummer: Callable[[], Checksummer | None] = lambda: None,
+        counters: RunCounters | None = None,
     ) -> None:
+        self._counters = RunCounters() if counters is None else counters
         self._gate = Gate() if gate is None else gate
         self._links: dict[torch.device, Link] = {}
         self._store = ArenaStore(
@@ -136,7 +141,7 @@ class CaptureEngine:
                 f"the cut of step {step} lies in a CUDA graph: the copies would become a part of the graph. Call "
                 "manager.step() outside of the graph"
             )
-        self.fence()
+        self._fence()
         plan = self._planned()
         if must:
             self._make(plan)
@@ -180,9 +185,9 @@ class CaptureEngine:
         The hook of optimizers calls it before each step. Code that changes the state elsewhere between a cut and the
         next optimizer step (weights swapped for an evaluation, ``load_state_dict``) must call it first.
         """
-        job = self._current
-        if job is not None and os.getpid() == self._process:  # a forked child has no copier, and no state of ours
-            job.slices.fence()
+        begin_s = time.perf_counter()
+        self._fence()
+        self._counters.stall_s += time.perf_counter() - begin_s
 
     def wait(self) -> int | None:
         """Wait for the capture under way, and return the step of the newest generation. Raises as `cut` does."""
@@ -193,7 +198,7 @@ class CaptureEngine:
     def finish(self) -> None:
         """Return when no capture is under way. Raises no error of a capture: `wait` and `dropped` report those."""
         if os.getpid() == self._process:
-            self.fence()
+            self._fence()
             self._idle()
 
     def dropped(self, step: int) -> tuple[bool, LakeckptError | None]:
@@ -213,12 +218,17 @@ class CaptureEngine:
         if self._closed or os.getpid() != self._process:
             return  # a forked child has no copier, and the arena is its parent's
         self._closed = True
-        self.fence()
+        self._fence()
         self._copier.stop()
         self._step_fence.remove()
         self._store.close()
 
     # --- a cut, on the training thread
+
+    def _fence(self) -> None:
+        job = self._current
+        if job is not None and os.getpid() == self._process:  # a forked child has no copier, and no state of ours
+            job.slices.fence()
 
     def _planned(self) -> CapturePlan:
         """Return the plan for the state as it is now, and open a link for each of its devices."""
@@ -334,6 +344,7 @@ class CaptureEngine:
             self._dropped[job.step] = failure
         if failure is not None:
             self._failures.append((job.step, failure))
+        job.count(self._counters, complete=complete, paces=self._gate.paces)
         with self._changed:
             self.completed = job.step if complete else self.completed
             self._under_way -= 1

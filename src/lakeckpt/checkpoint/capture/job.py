@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.arena.contents import Documents
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.capture.plan import CapturePlan
 from lakeckpt.checkpoint.capture.samples import Sample, Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
+from lakeckpt.counters import RunCounters
 from lakeckpt.errors import SaveFailed, UnannouncedChange
 
 __all__ = ["Copier", "Job"]
@@ -37,6 +39,19 @@ class Job:
     sample: Sample
     """The spots of this cut."""
     trees: Mapping[str, Callable[[], bytes]]
+    begun_s: float = field(default_factory=time.perf_counter)
+
+    def count(self, counters: RunCounters, *, complete: bool, paces: bool) -> None:
+        """Add what this capture was. ``paces``: slices have moved in idle windows."""
+        moved, fenced = self.slices.moved_bytes, self.slices.late_bytes + self.slices.fenced_bytes
+        if complete:
+            counters.captures += 1
+            counters.capture_s += time.perf_counter() - self.begun_s
+        counters.fence_bytes += fenced
+        if paces:
+            counters.bubble_bytes += moved
+        else:
+            counters.beside_bytes += moved
 
     def copy(self) -> bytes:
         """Copy the rest of the cut, and return the document of the generation. Raises `UnannouncedChange`, which names

@@ -88,6 +88,9 @@ class SliceCopier:
     ) -> None:
         self.changed: frozenset[int] = frozenset()
         """Which of ``live`` changed between the cut and the fence, as far as torch counts changes."""
+        self.moved_bytes = self.late_bytes = self.fenced_bytes = 0
+        """The bytes that the copier has copied beside training, that it has copied while a fence waited, and that the
+        fence has copied itself."""
         self.was_interrupted = False
         """Whether an exception left a thread in the middle of a slice."""
         self._checksums, self._slices, self._early, self._gate = checksums, slices, early, gate
@@ -113,6 +116,7 @@ class SliceCopier:
             while (number := self._claim()) is not None:
                 moves, begin_s = self._slices[number], time.perf_counter()
                 self._now_issued(number, moves.make())
+                self.fenced_bytes += moves.size_bytes
                 self._gate.fenced(moves.size_bytes, begin_s, time.perf_counter())
         with self._changed:
             while self._claimed:
@@ -173,6 +177,7 @@ class SliceCopier:
         with self._claims():
             while (size_bytes := self._next_bytes()) is not None:
                 self._gate.admit(size_bytes, self._urgent)
+                is_late = self._urgent.is_set()
                 begin = time.perf_counter()
                 number = self._claim()
                 if number is None:
@@ -184,10 +189,17 @@ class SliceCopier:
                 # of a link get their checksums while the next slice is on its way.
                 self._sum_copied()
                 wait_all(issued)
+                self._count(self._slices[number].size_bytes, is_late=is_late)
                 self._gate.moved(self._slices[number].size_bytes, begin, time.perf_counter())
                 self._came(number)
                 os.sched_yield()  # the thread that ends this bubble may wait for this core
         return self._finish()
+
+    def _count(self, size_bytes: int, *, is_late: bool) -> None:
+        if is_late:
+            self.late_bytes += size_bytes
+        else:
+            self.moved_bytes += size_bytes
 
     def abort(self) -> None:
         """Abort the capture. Return when no thread reads or writes for it any more."""

@@ -25,7 +25,7 @@ from lakeckpt.errors import ConfigError, StateError
 from lakeckpt.tracking.readers import DeliveringReader, TrackedReader, index_of, versions_of
 from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
 
-__all__ = ["Journal", "Pending", "ReaderTrack", "by_reader", "cut_all"]
+__all__ = ["Journal", "Pending", "ReaderTrack", "by_reader", "cut_all", "tracks_of"]
 
 
 Pending = Mapping[str, tuple[PendingRecord, ...]]
@@ -89,6 +89,12 @@ class ReaderTrack:
         if given is not None:
             self._ahead.stepped(given)
         return self._ahead.basis
+
+    def jump(self, step: int) -> None:
+        """Record that other processes did the steps up to ``step``, and that the reader has loaded their state."""
+        state = read_state(self.reader.state_dict())
+        self._frontier = Frontier(state.epoch, state.step)
+        self._recorder.jump(step, self._frontier)
 
     def check(self, receipt: Receipt) -> None:
         """Refuse a receipt that was not delivered, or that lies before the place that an earlier step has used."""
@@ -301,3 +307,9 @@ def _shown(stated: Any) -> str:
     if isinstance(stated, Mapping):
         return f"a {type(stated).__name__} with {sorted(map(str, stated))[:8]}"
     return f"{stated!r:.60}"
+
+
+def tracks_of(objects: Mapping[str, Any], attempt: int) -> dict[str, ReaderTrack]:
+    """Return name → the track of each reader among ``objects``, for an attempt that begins."""
+    readers = {name: one for name, one in objects.items() if isinstance(one, TrackedReader)}
+    return {name: ReaderTrack(name, one, attempt=attempt) for name, one in readers.items()}

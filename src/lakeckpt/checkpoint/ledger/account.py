@@ -12,7 +12,7 @@ The module is pure. It never imports torch, and starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from lakeckpt.checkpoint.consumed.reader_states import AnyState, at_end, consumed, dropped
@@ -48,13 +48,14 @@ def account(
     orders: Mapping[str, Order],
     *,
     skipped: Collection[int] = (),
+    advance: Callable[[], object] = lambda: None,
 ) -> ReaderAudit:
     """Return the account of reader ``name``; ``records`` are its records in the history, at least one.
 
     ``orders`` are the orders of the tables by digest, for tables whose index can be read. ``skipped`` are the epochs
-    whose rest an attempt skipped.
+    whose rest an attempt skipped. ``advance`` is called after each record.
     """
-    return _Account(name, records, orders, skipped).audit()
+    return _Account(name, records, orders, skipped).audit(advance)
 
 
 class _Account:
@@ -68,11 +69,11 @@ class _Account:
         self._findings: list[Finding] = []
         self._excluded: list[ExcludedRows] = []
 
-    def audit(self) -> ReaderAudit:
+    def audit(self, advance: Callable[[], object]) -> ReaderAudit:
         walk = self._walk
         identity: Identity | None = None
         try:
-            origin, tip = walk.collect()
+            origin, tip = walk.collect(advance)
             identity = tip.identity
             if any(end.identity.tail == "carry" for end in walk.ends.values()):
                 walk.notes[_FOLLOWED] = None

@@ -13,6 +13,7 @@ The report lists the assumptions of the proof. The module never imports torch, a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ from lakeckpt.checkpoint.persist.history import History, folders_there, lost_ent
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.errors import CheckpointNotFound
 from lakeckpt.lake.storage.base import Storage, describe
+from lakeckpt.progress import Progress
 
 __all__ = ["audit", "audit_history", "read_run"]
 
@@ -37,20 +39,20 @@ _TRUSTED = (
 )
 
 
-def audit(storage: Storage, *, tip: int | None = None) -> AuditReport:
+def audit(storage: Storage, *, tip: int | None = None, progress: Progress | None = None) -> AuditReport:
     """Audit the run at ``storage``: its history up to the newest checkpoint, or up to the checkpoint in slot ``tip``.
 
-    Raises `CheckpointNotFound` if there is no run or no such checkpoint, `NewerFormat` for a log of a newer version,
-    and `StorageError` if the store fails.
+    ``progress`` counts the entries of the log, and then the records of readers. Raises `CheckpointNotFound` if there is
+    no run or no such checkpoint, `NewerFormat` for a log of a newer version, and `StorageError` if the store fails.
     """
-    history = read_run(storage, tip=tip)
-    return audit_history(history, orders_of(storage, history))
+    history = read_run(storage, tip=tip, progress=progress)
+    return audit_history(history, orders_of(storage, history), progress=progress)
 
 
-def read_run(storage: Storage, *, tip: int | None = None) -> History:
-    """Return the history of the run at ``storage``; raises as `audit`."""
+def read_run(storage: Storage, *, tip: int | None = None, progress: Progress | None = None) -> History:
+    """Return the history of the run at ``storage``; ``progress`` counts the entries of the log. Raises as `audit`."""
     there = folders_there(storage)  # listed before the log is read: later commits explain removals meanwhile
-    history = read_history(storage, tip=tip)
+    history = read_history(storage, tip=tip, progress=progress)
     if tip is None:
         history = replace(history, lost=lost_entries(history, there))
     if not (history.begins or history.chain or history.abandoned or history.damaged):
@@ -60,8 +62,9 @@ def read_run(storage: Storage, *, tip: int | None = None) -> History:
     return history
 
 
-def audit_history(history: History, orders: Mapping[str, Order]) -> AuditReport:
-    """Audit a history; ``orders`` are the orders of its tables (`lakeckpt.checkpoint.ledger.indexes.orders_of`)."""
+def audit_history(history: History, orders: Mapping[str, Order], *, progress: Progress | None = None) -> AuditReport:
+    """Audit a history; ``orders`` are the orders of its tables (`lakeckpt.checkpoint.ledger.indexes.orders_of`), and
+    ``progress`` counts the records of readers."""
     doubts, notes = _doubts(history)
     by_reader: dict[str, list[tuple[Manifest, ReaderRecord]]] = {}
     for manifest in history.chain:
@@ -69,10 +72,16 @@ def audit_history(history: History, orders: Mapping[str, Order]) -> AuditReport:
             by_reader.setdefault(name, []).append((manifest, record))
     tip = history.tip
     at = {manifest.attempt for manifest in history.chain}
+    count, total = itertools.count(1), sum(map(len, by_reader.values()))
+
+    def advance() -> None:
+        if progress is not None:
+            progress(next(count), total, "records")
+
     readers = []
     for name, records in sorted(by_reader.items()):
         skipped = [one.skipped[name] for one in history.restores if one.attempt in at and name in one.skipped]
-        readers.append(account(name, records, orders, skipped=skipped))
+        readers.append(account(name, records, orders, skipped=skipped, advance=advance))
         last = records[-1][0]
         if tip is not None and last.slot != tip.slot:
             doubts.append(f"reader {name!r} is in no checkpoint after step {last.step:,}: its later rows are unknown")

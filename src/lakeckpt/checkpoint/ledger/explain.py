@@ -155,6 +155,11 @@ def explain_history(
 ) -> StepExplained:
     """Explain a step as `explain` does, from a history and the orders of its tables."""
     manifest = _holder(history, step)
+    if not all(record.steps.is_known(step) for record in manifest.readers.values()):
+        raise CheckpointNotFound(
+            f"other processes did step {step:,}, and this run got their state: the log has the rows of the steps up to "
+            "it together. `lakeckpt audit` counts these rows"
+        )
     explainers = [_Explainer(manifest, name, record, orders) for name, record in sorted(manifest.readers.items())]
     if documents is not None:
         _packed_one(explainers, documents.reader).documents = documents

@@ -13,7 +13,7 @@ nothing is changed. A few threads read; `verify` starts and joins them. The modu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -29,12 +29,12 @@ from lakeckpt.checkpoint.persist.log import LOG, Damage
 from lakeckpt.checkpoint.state.wholes import Wholes
 from lakeckpt.errors import CheckpointDamaged
 from lakeckpt.lake.storage.base import Storage
+from lakeckpt.progress import Progress
 
 __all__ = ["CheckedCheckpoint", "Kept", "VerifyReport", "verify"]
 
 _THREADS = 4
 _SAVE = re.compile(r"(?:parts|objects)/(?P<save>[0-9]{10}/[0-9]{12}-[0-9]{6})", re.ASCII)
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +102,11 @@ class VerifyReport:
 def verify(storage: Storage, *, progress: Progress | None = None) -> VerifyReport:
     """Read and verify all checkpoints of the run at ``storage`` that still have their data.
 
-    ``progress(bytes done, bytes)`` is called meanwhile, on the calling thread. Raises `CheckpointNotFound` if there is
-    no run, `NewerFormat` for a document of a newer version, and `StorageError` if the store fails, which is no damage.
+    ``progress`` counts the entries of the log, and then bytes, on the calling thread. Raises `CheckpointNotFound` if
+    there is no run, `NewerFormat` for a document of a newer version, and `StorageError` if the store fails, which is no
+    damage.
     """
-    history, kept = read_run(storage), Kept(storage)
+    history, kept = read_run(storage, progress=progress), Kept(storage)
     manifests = sorted([*history.chain, *history.abandoned], key=lambda manifest: manifest.slot)
     meter = _Meter(progress, sum(kept.of(one)[1] for one in manifests))
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="lakeckpt-verify") as pool:
@@ -185,7 +186,7 @@ class _Meter:
         """Record that ``count`` more bytes were read. Called on the thread that called `verify`."""
         self._done += count
         if self._progress is not None:
-            self._progress(self._done, self._total)
+            self._progress(self._done, self._total, "bytes")
 
 
 class _Run:

@@ -14,7 +14,7 @@ The module is pure. It never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lakeckpt.checkpoint.consumed.reader_states import AnyState, at_end, begun, consumed, consumption, replanned
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
@@ -56,8 +56,9 @@ class ReaderWalk:
         self._records = records
         self._latest: AnyState | None = None
 
-    def collect(self) -> tuple[AnyState, AnyState]:
-        """Read all records. Returns the state that the reader began with, and the newest state."""
+    def collect(self, advance: Callable[[], object] = lambda: None) -> tuple[AnyState, AnyState]:
+        """Read all records, and call ``advance`` after each. Returns the state that the reader began with, and the
+        newest state."""
         origin: AnyState | None = None
         tip: AnyState | None = None
         identities: dict[str, Identity] = {}
@@ -77,6 +78,7 @@ class ReaderWalk:
             moved = [one for one in record.stretches if one.consumed or one.basis != "suspected"]
             if moved:
                 self._check_frontier(manifest, record, read_state(moved[-1].end))
+            advance()
         assert tip is not None and origin is not None
         identities[order_name(tip.identity)] = tip.identity
         for _, identity in sorted(identities.items()):

@@ -21,6 +21,7 @@ from lakeckpt.checkpoint.format.parts import PARTS
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.log import Damage, LogView, read_log, slot_path
 from lakeckpt.lake.storage.base import Storage
+from lakeckpt.progress import Progress
 
 __all__ = [
     "INDEX",
@@ -83,12 +84,13 @@ def selection_path(table: str, selection: str) -> str:
     return f"{INDEX}/{table}/{selection}.lkc"
 
 
-def read_history(storage: Storage, *, tip: int | None = None) -> History:
+def read_history(storage: Storage, *, tip: int | None = None, progress: Progress | None = None) -> History:
     """Return the history of the run at ``storage``, from the slot ``tip`` (by default, the newest) to its beginning.
 
-    Raises `NewerFormat` for a log of a newer major version, `StorageError` where the store fails.
+    ``progress`` counts the entries of the log. Raises `NewerFormat` for a log of a newer major version, `StorageError`
+    where the store fails.
     """
-    return history_of(read_log(storage), tip=tip)
+    return history_of(read_log(storage, progress=progress), tip=tip)
 
 
 def history_of(view: LogView, *, tip: int | None = None) -> History:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from lakeckpt.checkpoint.format.manifest import Begin, Entry, Manifest, Restored, entry_from_bytes, entry_to_bytes
 from lakeckpt.errors import NewerFormat, ObjectExists, ObjectMissing, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
+from lakeckpt.progress import Progress
 
 __all__ = [
     "LOG",
@@ -136,11 +137,17 @@ def read_entry(storage: Storage, slot: int) -> Entry:
 
 
 def read_log(
-    storage: Storage, *, slots: Iterable[int] | None = None, taken: int = -1, known: Mapping[int, Entry] | None = None
+    storage: Storage,
+    *,
+    slots: Iterable[int] | None = None,
+    taken: int = -1,
+    known: Mapping[int, Entry] | None = None,
+    progress: Progress | None = None,
 ) -> LogView:
     """Read the whole log (or ``slots``) with several requests at once; report damaged and missing entries.
 
-    ``taken``: see `list_slots`. ``known`` entries are not read again, because entries never change.
+    ``taken``: see `list_slots`. ``known`` entries are not read again, because entries never change. ``progress`` counts
+    the entries.
 
     Raises `NewerFormat` if a newer major version has written an entry, and `StorageError` if the store fails.
     """
@@ -149,7 +156,10 @@ def read_log(
     unread = [slot for slot in listed if slot not in entries]
     damaged: list[Damage] = []
     with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-log") as pool:
-        for slot, found in zip(unread, pool.map(lambda slot: _entry_or_damage(storage, slot), unread), strict=True):
+        every = zip(unread, pool.map(lambda slot: _entry_or_damage(storage, slot), unread), strict=True)
+        for done, (slot, found) in enumerate(every, 1):
+            if progress is not None:
+                progress(done, len(unread), "log")
             if isinstance(found, Damage):
                 damaged.append(found)
             else:

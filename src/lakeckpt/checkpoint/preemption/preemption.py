@@ -77,8 +77,7 @@ class Preemption:
         self._numbers = checked_signals(save_on)
         check_handlers(self._numbers)
         check_requeue(requeue, is_used=bool(self._numbers))
-        if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0 < grace_s < float("inf"):
-            raise ConfigError(f"grace_s is a positive number of seconds, got {grace_s!r}")
+        _check_grace(grace_s)
         self._exchange, self._reporter, self._grace_s = exchange, reporter, grace_s
         self._has_agent = False
         self._requeues = requeue is not None and exchange.rank == 0
@@ -306,3 +305,8 @@ class Preemption:
         line = f"lakeckpt: rank {self._exchange.rank}, process {os.getpid()}, {name}: {text}\n"
         with suppress(OSError):
             os.write(2, line.encode())
+
+
+def _check_grace(grace_s: object) -> None:
+    if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0 < grace_s < float("inf"):
+        raise ConfigError(f"grace_s is a positive number of seconds, got {grace_s!r}")

@@ -142,8 +142,10 @@ def _tensors_for(name: str, one: Any, loaded: Loaded) -> dict[str, torch.Tensor]
 
 
 def _copy(state: Any) -> Any:
-    """Return a deep copy of a state. ``deepcopy`` itself refuses tensors that are part of a graph."""
-    return copy.deepcopy(state, {id(one): one.detach().clone() for one in _tensors_in(state) if not one.is_leaf})
+    """Return a deep copy of a state. ``deepcopy`` itself refuses tensors that are part of a graph, and DTensors whose
+    local part begins inside of a larger memory."""
+    copied = [one for one in _tensors_in(state) if not one.is_leaf or is_sharded(one)]
+    return copy.deepcopy(state, {id(one): one.detach().clone() for one in copied})
 
 
 def _start(one: Any) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lakeckpt.checkpoint.restore.rest_of_epoch import carry_over
-from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json, progress_bar
+from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json
 from lakeckpt.cli.plan.columns import column_bytes
 from lakeckpt.cli.plan.facts import Topology, plan_facts, warnings_of
 from lakeckpt.cli.run_arguments import options_of
@@ -17,6 +17,7 @@ from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.storage.base import describe
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.lake.table.table import Table
+from lakeckpt.progress import progress_bar
 
 __all__ = ["add_arguments", "run"]
 

@@ -27,7 +27,6 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import ReaderState
 from lakeckpt.errors import ConfigError, StateUnavailable
@@ -38,6 +37,7 @@ __all__ = [
     "check_counted",
     "check_dealers",
     "check_not_fetched_ahead",
+    "check_not_sampled",
     "counts_steps",
     "without_others",
 ]
@@ -47,7 +47,7 @@ _DEALERS = frozenset({"DataLoaderDispatcher", "IterableDatasetShard"})
 _AHEAD = frozenset({"DataLoaderDispatcher", "DataLoaderShard"})
 _INSTEAD = (
     "Give it a lakeckpt.LakeLoader, which accelerate takes as it is: accelerator.prepare(loader), or with "
-    "transformers' Trainer a get_train_dataloader() that returns it"
+    "transformers' Trainer a lakeckpt.integrations.transformers.LakeTrainer"
 )
 
 
@@ -104,14 +104,16 @@ def counts_steps() -> bool:
 
 
 def check_counted(state: ReaderState, world_size: int) -> None:
-    """StateUnavailable where Lightning would go on in the middle of an epoch on other ranks, and miscount its steps."""
+    """StateUnavailable where Lightning would go on within an epoch on other ranks, and miscount its steps. It does so
+    also from the last step of an epoch. Of a checkpoint of the end of an epoch, it loads no loader's state."""
     before = state.segment.world_size
-    if before == world_size or state.step == 0 or Plan(state).at_end:
+    if before == world_size or state.step == 0:
         return
     raise StateUnavailable(
         f"Lightning goes on at step {state.step} of epoch {state.epoch} with {world_size} ranks, and was saved with "
         f"{before}: it counts the steps of epochs once, for all of them, so rows would be lost. Go on with {before} "
-        "ranks, or from a checkpoint of the end of an epoch: ModelCheckpoint(save_on_train_epoch_end=True)"
+        "ranks, or from a checkpoint of the end of an epoch: ModelCheckpoint(save_on_train_epoch_end=True). A "
+        "lakeckpt.integrations.lightning.LakeCheckpoint goes on with any number of ranks"
     )
 
 
@@ -120,7 +122,22 @@ def check_not_fetched_ahead() -> None:
     if _asked_by(3):
         raise StateUnavailable(
             "Lightning fetches a batch ahead of a loader without a length: the state that it would save has a batch "
-            "that no step has used. Leave endless=True out: Trainer(max_epochs=-1, max_steps=…) goes over many epochs"
+            "that no step has used. Leave endless=True out: Trainer(max_epochs=-1, max_steps=…) goes over many epochs. "
+            "Or save by a lakeckpt.integrations.lightning.LakeCheckpoint, and not by ModelCheckpoint"
+        )
+
+
+_SAMPLERS = frozenset({"torch.utils.data.distributed", "torch.utils.data.sampler"})
+
+
+def check_not_sampled() -> None:
+    """ConfigError where a sampler of torch asks for the length of a dataset that has the order of rows itself.
+
+    DeepSpeed makes such a sampler of its ``training_data``. torch refuses it later, and does not say what to do."""
+    if sys._getframe(2).f_globals.get("__name__") in _SAMPLERS:
+        raise ConfigError(
+            "a LakeDataset takes no sampler: it has the order of rows, and each rank's share of it. Iterate a "
+            "lakeckpt.LakeLoader(dataset), and leave training_data= out of deepspeed.initialize"
         )
 
 

@@ -53,6 +53,11 @@ class Deliveries:
         return Deliveries, ()  # in a worker process nothing was delivered
 
     @property
+    def name(self) -> str:
+        """The name by which a manager tracks the loader; empty where none does."""
+        return self._name or ""
+
+    @property
     def is_saved(self) -> bool:
         """True where a manager saves the place of the loader."""
         return self._name is not None

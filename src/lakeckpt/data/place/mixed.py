@@ -97,6 +97,11 @@ class MixedProgress:
             self._plan = MixedPlan(self.state)
         return self._plan
 
+    @property
+    def steps(self) -> int | None:
+        """None: how many steps there are is not known before the last."""
+        return None
+
     def knows_lanes(self, world_size: int) -> bool:
         """Return whether the number of lanes is known without that of the workers."""
         return self._num_lanes is not None or self.sources[0].knows_lanes(world_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from lakeckpt.core.plan import between
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import ReaderState
 from lakeckpt.data.place.deliveries import Deliveries
@@ -16,6 +17,8 @@ from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Fit
+from lakeckpt.data.topology import check_topology
+from lakeckpt.errors import StateMismatch
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.row_filter import RowFilter
@@ -109,6 +112,41 @@ class LoaderReader:
     def offer_selection(self, found: RowSelection) -> bool:
         """Take a saved selection instead of counting; return whether it was needed, and fits table and filter."""
         return self._dataset._versions.at_hand.offer(found)
+
+    # --- for integrations in which the ranks change while the job runs
+
+    @property
+    def epoch_of_next(self) -> int:
+        """The epoch of the next batch, also where the loop has yet to see the end of the epoch before it."""
+        self._loader._settle()
+        progress = self._progress
+        state = progress.state
+        return state.epoch + (not progress.over and progress.steps == state.step)
+
+    def deal_to(self, rank: int, world_size: int) -> None:
+        """Read as ``rank`` of ``world_size`` from the next iteration on. Every rank goes on from an equal state."""
+        self._dataset._explicit_rank = check_topology(rank, world_size)
+
+    def remember(self) -> Callable[[], None]:
+        """Return a function that takes back what is delivered from now on; iterations are out of date then."""
+        return self._progress.remember()
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, to which other processes came from the place at hand. What they consumed counts as
+        delivered here, where ``state`` follows from this place. Raises as `load_state_dict`."""
+        self._loader._settle()
+        before, after = self._progress.state, self._progress.read(state)
+        self.load_state_dict(state)
+        try:
+            done = between(before, after)
+        except StateMismatch:
+            return  # it is of another history: the ledger shows the gap
+        for begin, end in done:
+            self._progress.runs.begin(begin)
+            self._progress.runs.reach(end)
+        self._progress.runs.begin(self._progress.state)
+
+    # --- for managers of tables that have versions
 
     @property
     def versions(self) -> list[Pinned]:

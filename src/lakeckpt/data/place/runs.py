@@ -10,7 +10,7 @@ A receipt is of the run that dealt its micro-batch. The module reads no rows, an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -74,8 +74,8 @@ class Runs:
         self._kind, self._runs = kind, list(runs)
 
     def copy(self) -> Runs:
-        """Return the same runs; runs that are added to the copy are not added here."""
-        return Runs(self._kind, self._runs)
+        """Return the same runs; what changes the copy does not change these."""
+        return Runs(self._kind, [replace(run) for run in self._runs])
 
     # --- what is asked
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from lakeckpt.lake.table.table import Table
+from lakeckpt.progress import progress_bar
 from lakeckpt.reading.filters.count import count_rows
 from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
@@ -28,6 +29,8 @@ from lakeckpt.reading.packed.packing import Packing, count_tokens
 
 __all__ = ["Selecting"]
 
+_SHOWN_S = 1.0
+"""Counting that takes longer is shown on a terminal: it is why a script does not begin."""
 _PATIENCE = timedelta(minutes=30)
 """A rank waits for the counts of another rank for so long."""
 
@@ -79,10 +82,12 @@ class Selecting:
         return True
 
     def _count(self) -> RowSelection:
-        if self.packing is not None:
-            return count_tokens(self.table, self.packing, self.kept)
-        assert self.filter is not None
-        return count_rows(self.table, self.filter)[0]
+        kept = self.kept if self.packing is not None else None
+        with progress_bar("counted", after_s=_SHOWN_S) as progress:
+            if self.packing is not None:
+                return count_tokens(self.table, self.packing, kept, progress=progress)
+            assert self.filter is not None
+            return count_rows(self.table, self.filter, progress=progress)[0]
 
     def _count_in_worker(self) -> RowSelection:
         warnings.warn(

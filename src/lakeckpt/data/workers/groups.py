@@ -43,6 +43,8 @@ class Group:
     size_bytes: int = 0
     written: list[tuple[int, int, int, int]] = field(default_factory=list)
     """In the worker: (step, offset, bytes, where the pickle begins) of each micro-batch."""
+    stores: list[tuple[str, int, int]] = field(default_factory=list)
+    """What the worker has read from stores since its last group (`lakeckpt.counters.take_stores`)."""
     arrived: deque[Arrived] = field(default_factory=deque)
     """In the main process: the micro-batches."""
 
@@ -58,7 +60,7 @@ class Group:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self.memory, self.over, self.error, self.size_bytes, self.written)
+        return _arrive, (self.memory, self.over, self.error, self.size_bytes, self.written, self.stores)
 
 
 def pinned_copy(slab: Any) -> torch.Tensor:
@@ -66,7 +68,14 @@ def pinned_copy(slab: Any) -> torch.Tensor:
     return torch.empty(len(slab), dtype=torch.uint8, pin_memory=True).copy_(torch.from_numpy(slab))
 
 
-def _arrive(number: int, over: bool, error: Any, size_bytes: int, written: list[tuple[int, int, int, int]]) -> Group:
+def _arrive(
+    number: int,
+    over: bool,
+    error: Any,
+    size_bytes: int,
+    written: list[tuple[int, int, int, int]],
+    stores: list[tuple[str, int, int]],
+) -> Group:
     memory = SlotMemory.numbered(number)
     arrived = deque(Arrived(step, memory.lease(offset, size), at) for step, offset, size, at in written)
-    return Group(number, over, error, size_bytes, arrived=arrived)
+    return Group(number, over, error, size_bytes, stores=stores, arrived=arrived)

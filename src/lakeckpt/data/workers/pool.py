@@ -24,6 +24,7 @@ from torch.utils.data._utils import signal_handling
 
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
+from lakeckpt.counters import add_stores
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.workers.groups import Arrived, Group
 from lakeckpt.data.workers.packing import unpack
@@ -103,6 +104,11 @@ class Workers:
         """True where the workers may read on: they were not closed, and none has ended."""
         return not self.closed and all(worker.is_alive for worker in self._workers)
 
+    @property
+    def ready(self) -> int:
+        """About how many micro-batches have come from the workers, and wait for the loop. Any thread may ask."""
+        return sum(worker.ready for worker in self._workers)
+
     def close(self) -> None:
         """Stop the processes and join them. What was delivered stays valid as long as somebody holds it."""
         self.closed = True
@@ -145,6 +151,8 @@ class _Worker:
         """torch's iterator."""
         self._last = Group(self._memory.number)
         """The group that the loop is at."""
+        self._size = 1
+        """How many micro-batches the group had that came last."""
 
     def begin(self, beginning: Beginning) -> None:
         """Have the worker read what follows ``beginning``, and forget what has come."""
@@ -179,6 +187,13 @@ class _Worker:
         return found
 
     @property
+    def ready(self) -> int:
+        """The micro-batches of the group that the loop is at, and of groups that wait in torch's queue. What these hold
+        is not known before they are received: each counts as the last one did."""
+        queue = getattr(self._groups, "_data_queue", None)
+        return len(self._last.arrived) + (0 if queue is None else queue.qsize() * self._size)
+
+    @property
     def is_alive(self) -> bool:
         """True where the process has not ended."""
         return self._groups is None or self._process.is_alive()
@@ -196,7 +211,10 @@ class _Worker:
 
     def _next_group(self, assignment: Assignment) -> Group:
         try:
-            return next(self._groups)  # type: ignore[no-any-return]
+            group: Group = next(self._groups)
+            add_stores(group.stores)
+            self._size = len(group.arrived)
+            return group
         except RuntimeError as error:
             typed = self._typed(str(error), assignment.receipt)
             if typed is None:

@@ -35,6 +35,7 @@ from torch.utils.data._utils import worker as torch_worker
 from lakeckpt.core.flows.state import FlowState
 from lakeckpt.core.state import ReaderState
 from lakeckpt.core.streams.mixture import MixedState, stretches
+from lakeckpt.counters import take_stores
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.flows.reading import FlowReading
@@ -100,7 +101,7 @@ class WorkerReader(Dataset[Group]):
                 self._fill(group, self._ahead)
             except Exception as error:
                 group.error, self._ahead = _crossing(error, self._worker), None
-        group.over = self._ahead is None
+        group.over, group.stores = self._ahead is None, take_stores()
         return group
 
     def _begun(self, beginning: Beginning) -> Ahead | FlowReading:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
+from lakeckpt.counters import store_counters
 from lakeckpt.lake.parquet.fit import FileFit
 from lakeckpt.lake.parquet.ranges import Fetch, in_background
 from lakeckpt.lake.parquet.row_group import RowGroupPlan, RowGroupReader
@@ -121,6 +122,7 @@ class Prefetcher:
         opened = self.opened(ordinal) if file is None else _result(state, ordinal, file)
         plan = opened.plan(group)
         if isinstance(opened.source, pa.NativeFile):
+            store_counters("local").read(plan.size_bytes)
             return opened, plan, pa.memory_map(f"/proc/self/fd/{opened.source.fileno()}")
         fetch = fetch or opened.begin(plan)
         self._advance(state)  # after the row group that is wanted now

@@ -17,6 +17,7 @@ from typing import Any
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
+from lakeckpt.counters import store_counters
 from lakeckpt.errors import ConfigError, ObjectChanged, ObjectMissing, StorageError
 from lakeckpt.lake.storage.base import (
     Buffer,
@@ -74,6 +75,7 @@ class FsspecStorage:
             filesystem = self._open()
             try:
                 data = bytes(filesystem.cat_file(name, start=start, end=stop))
+                store_counters("fsspec").read(len(data))
             except (FileNotFoundError, TimeoutError):
                 raise
             except Exception:

@@ -23,6 +23,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from lakeckpt.counters import store_counters
 from lakeckpt.errors import ConditionalPutUnsupported, ObjectExists, ObjectMissing, StorageError
 from lakeckpt.lake.storage.base import (
     Buffer,
@@ -80,7 +81,9 @@ class LocalStorage:
         check_range(path, start, stop)
         with self._explaining("read", path), self._opened(path) as descriptor:
             size = os.fstat(descriptor).st_size
-            return _read_range(descriptor, start, size if stop is None else min(stop, size))
+            data = _read_range(descriptor, start, size if stop is None else min(stop, size))
+        store_counters("local").read(len(data))
+        return data
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> int:
         """Read the bytes of an object from ``start`` on into ``buffer``, and return how many there were.
@@ -93,7 +96,8 @@ class LocalStorage:
             at = 0
             while at < len(buffer) and (count := os.preadv(descriptor, [buffer[at:]], start + at)):
                 at += count
-            return at
+        store_counters("local").read(at)
+        return at
 
     def put(self, path: str, chunks: Sequence[Buffer]) -> int:
         check_key(path)

@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
+from lakeckpt.counters import store_counters
 from lakeckpt.errors import ConfigError, ObjectChanged, ObjectExists, ObjectMissing, StorageError
 from lakeckpt.lake.storage.base import (
     Buffer,
@@ -113,7 +114,7 @@ class ObjectStorage:
         self._given = dict(storage_options or {})
         account = {"account_name": match["account"]} if match["account"] else {}
         self._options = StoreOptions.of({**account, **self._given}, scheme=self._kind)
-        self._retrier = Retrier(self._options.deadlines)
+        self._retrier = Retrier(self._options.deadlines, counters=store_counters(self._kind))
         self._proved = self._kind != "s3"
         self._child: tuple[Storage, datetime | None] | None = None
         self._clients = None if _Fork.made_this else _Clients(self._client)
@@ -261,6 +262,7 @@ class ObjectStorage:
                 raise ObjectChanged(f"{what}: it has the ETag {now}, not {etag}: it was written again")
             with self._explaining(what):
                 data = bytes(answer.bytes())
+            store_counters(self._kind).read(len(data))
             if answer.range != (start, min(stop, meta["size"])) or len(data) != answer.range[1] - start:
                 raise Retryable(f"the answer has {len(data)} bytes and calls them {answer.range}", errno=errno.EPROTO)
             return data, meta["size"], now

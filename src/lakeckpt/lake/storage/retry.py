@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from lakeckpt.counters import StoreCounters
 from lakeckpt.errors import ConfigError, StorageError
 
 __all__ = ["Deadlines", "Retrier", "Retryable"]
@@ -57,9 +58,10 @@ class Retryable(Exception):
 
 
 class Retrier:
-    """Makes attempts until one succeeds, ``deadlines`` have passed, or a failure is final. Holds no state of calls."""
+    """Makes attempts until one succeeds, ``deadlines`` have passed, or a failure is final. Holds no state of calls.
+    ``counters`` count the attempts that are made once more."""
 
-    __slots__ = ("_draw", "_sleep", "clock", "deadlines")
+    __slots__ = ("_counters", "_draw", "_sleep", "clock", "deadlines")
 
     def __init__(
         self,
@@ -68,8 +70,10 @@ class Retrier:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         draw: Callable[[], float] = random.random,
+        counters: StoreCounters | None = None,
     ) -> None:
         self.deadlines, self.clock = deadlines, clock
+        self._counters = counters
         self._sleep, self._draw = sleep, draw
 
     def call(self, what: str, attempt: Callable[[], T], *, size_bytes: int = 0) -> T:
@@ -88,6 +92,8 @@ class Retrier:
                 pause_s = self._draw() * min(limits.longest_pause_s, limits.pause_s * 2 ** min(tried - 1, 30))
                 if tried < limits.max_attempts and self.clock() + pause_s < end:
                     self._sleep(pause_s)
+                    if self._counters is not None:
+                        self._counters.retried()
                     continue
                 spent = f"{tried} attempt{'s' * (tried > 1)} in {self.clock() - begin:.1f} of {end - begin:.1f} s"
                 error = StorageError(f"{what}: {failure} ({spent})")

@@ -25,6 +25,7 @@ from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.column_mapping import resolve
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
+from lakeckpt.progress import Progress
 from lakeckpt.reading.filters.prune import Cases, constant_cases, stored_cases, verdicts
 from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import EVERY, NONE, RowSelection, digested
@@ -42,11 +43,11 @@ _FILES_KEPT = 64
 """More than there are threads, so that threads that count one file share its footer."""
 
 
-def count_rows(table: Table, keep: RowFilter) -> tuple[RowSelection, int]:
+def count_rows(table: Table, keep: RowFilter, *, progress: Progress | None = None) -> tuple[RowSelection, int]:
     """Count the rows of ``table`` that ``keep`` keeps, and return how many row groups had to be decoded as well.
 
-    16 threads count in local folders, else 48, of which most wait for the store. Raises as `RowGroupDecoder.decode`
-    does.
+    16 threads count in local folders, else 48, of which most wait for the store. ``progress`` counts row groups, on the
+    calling thread. Raises as `RowGroupDecoder.decode` does.
     """
     index, units = table.index, units_of(table.index)
     rows, digests = np.zeros(len(index.group_rows), np.int64), np.zeros(len(index.group_rows), np.uint64)
@@ -60,6 +61,8 @@ def count_rows(table: Table, keep: RowFilter) -> tuple[RowSelection, int]:
         for unit, counted in zip(units, found, strict=True):
             rows[unit.start : unit.stop], digests[unit.start : unit.stop] = counted.rows, counted.digests
             decoded += counted.decoded
+            if progress is not None:
+                progress(unit.stop, len(rows), "row groups counted")
     return _selection_of(index, keep, rows, digests), decoded
 
 

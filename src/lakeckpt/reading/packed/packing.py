@@ -26,6 +26,7 @@ from lakeckpt.errors import NullValueError, SchemaError
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
+from lakeckpt.progress import Progress
 from lakeckpt.reading.filters.decoder import FilteredDecoder
 from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
@@ -154,12 +155,18 @@ def _with_added(tokens: Array, ends: Int64Array, packing: Packing) -> tuple[Arra
     return found, wider
 
 
-def count_tokens(table: Table, packing: Packing, kept: tuple[RowFilter, RowSelection] | None = None) -> RowSelection:
+def count_tokens(
+    table: Table,
+    packing: Packing,
+    kept: tuple[RowFilter, RowSelection] | None = None,
+    *,
+    progress: Progress | None = None,
+) -> RowSelection:
     """Return how many tokens each row group of ``table`` has, those that ``packing`` adds included.
 
     With ``kept``, a filter and the rows that it keeps, only the documents of these rows count. Raises as
     `RowGroupDecoder.decode` does, and `NullValueError`. Of whole documents nothing is counted: each row group that has
-    rows counts as 1, because a position is a row group then.
+    rows counts as 1, because a position is a row group then. ``progress`` counts files.
     """
     packing.check(table.schema)
     index = table.index
@@ -172,6 +179,8 @@ def count_tokens(table: Table, packing: Packing, kept: tuple[RowFilter, RowSelec
         counter = _Counter(index, packing, kept, decoder)
         for file, found in enumerate(pool.map(counter.count_file, range(len(index.paths)))):
             counts[index.first_group[file] : index.first_group[file + 1]] = found
+            if progress is not None:
+                progress(file + 1, len(index.paths), "files counted")
     return _selection(table, packing, kept, counts)
 
 
