@@ -1,4 +1,4 @@
-"""This module runs a Slurm cluster of two nodes on this machine, in a folder of its own, on free ports.
+"""This module runs a Slurm cluster of three nodes on this machine, in a folder of its own, on free ports.
 
 `Slurm` starts one slurmctld, and a slurmd for each node: Debian's slurmd is built with MULTIPLE_SLURMD. It stops these,
 and the processes of their jobs, by their ids.
@@ -20,7 +20,7 @@ from tests.frameworks.harness import free_port
 from tests.patience import PATIENCE_S
 from tests.system.cluster_job import wait
 
-NODES = ("n1", "n2")
+NODES = ("n1", "n2", "n3")
 ENDED = ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT")
 CONFIGURATION = """
 ClusterName=lakeckpt
@@ -29,6 +29,7 @@ SlurmctldPort={controller_port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/none
+AuthInfo=cred_expire=10
 CredType=cred/none
 ProctrackType=proctrack/{proctrack}
 TaskPlugin=task/none
@@ -53,13 +54,14 @@ PreemptMode=REQUEUE
 SchedulerParameters=sched_interval=2
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[0]} CPUs=1
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1
+NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=120
 PartitionName=urgent Nodes=ALL PriorityTier=2
 """
 
 
 class Slurm:
-    """Two nodes, ``n1`` and ``n2``, of one processor each; the partition ``urgent`` preempts ``main`` by requeueing."""
+    """Nodes ``n1`` to ``n3``, of one processor each; the partition ``urgent`` preempts ``main`` by requeueing."""
 
     def __init__(self, folder: Path, *, proctrack: str = "linuxproc") -> None:
         self.folder = folder
@@ -81,7 +83,7 @@ class Slurm:
         self._start("controller", ["slurmctld", "-D", "-c"])
         for node in NODES:
             self.start_node(node)
-        wait(lambda: self.ask("sinfo", "--noheader", "--format=%D %t", "--partition=main") == "2 idle", self.logs)
+        wait(lambda: self.ask("sinfo", "--noheader", "--format=%D %t", "--partition=main") == "3 idle", self.logs)
         return self
 
     def __exit__(
@@ -109,10 +111,9 @@ class Slurm:
     def processes_of(self, node: str) -> list[int]:
         """Return the ids of the processes that jobs of this cluster have on ``node``: steps and all they started."""
         marks = {f"SLURM_CONF={self.environment['SLURM_CONF']}".encode(), f"SLURMD_NODENAME={node}".encode()}
-        ranks = [pid for pid in _processes() if marks <= set(_read(f"/proc/{pid}/environ").split(b"\0"))]
-        parents = {_parent(pid) for pid in ranks}
-        steps = [pid for pid in parents if _read(f"/proc/{pid}/cmdline").startswith(b"slurmstepd")]
-        return steps + ranks
+        log = str(self.folder / f"{node}.log")
+        steps = [pid for pid in _processes() if _read(pid, "cmdline").startswith(b"slurmstepd") and log in _files(pid)]
+        return steps + [pid for pid in _processes() if marks <= set(_read(pid, "environ").split(b"\0"))]
 
     # --- jobs
 
@@ -163,15 +164,18 @@ def _processes() -> list[int]:
     return [int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit()]
 
 
-def _read(path: str) -> bytes:
+def _read(pid: int, name: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
         return b""
 
 
-def _parent(pid: int) -> int:
-    for line in _read(f"/proc/{pid}/status").splitlines():
-        if line.startswith(b"PPid:"):
-            return int(line.split()[1])
-    return 0
+def _files(pid: int) -> set[str]:
+    """Return the paths that the process has open."""
+    found = set()
+    with suppress(OSError):
+        for one in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                found.add(os.readlink(one))
+    return found
