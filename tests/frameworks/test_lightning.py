@@ -129,3 +129,20 @@ def test_accumulated_batches_on_other_ranks_with_the_package_pytorch_lightning(t
     run(one, 1, package=package)
     assert_exactly_once(one)
     assert 5 * BATCH in {len(ids) for ids in one.history().values()}
+
+
+def test_a_signal_saves_the_step_at_hand_and_ends_the_process(tmp_path: Path) -> None:
+    one = job(tmp_path)
+    text = one.script.read_text()
+    at = "            self.rows = []\n\n"
+    assert text.count(at) == 1 and text.count("persist_every=2)") == 1
+    send = "            if self.done == 7 and os.environ['ATTEMPT'] == '0':\n                os.kill(os.getpid(), 15)\n"
+    text = text.replace("persist_every=2)", "persist_every=100, save_on=('SIGTERM',))")
+    one.script.write_text(text.replace(at, "            self.rows = []\n" + send + "\n"))
+    with pytest.raises(AssertionError, match=r"SIGTERM: the job ends\. The newest checkpoint is of step [78]\n"):
+        run(one)
+    run(one)
+    steps = [line["step"] for line in one.lines()]
+    assert len(steps) == len(set(steps)) and max(steps) == 3 * -(-ROWS // BATCH)  # no step was done twice
+    assert set(one.counts().values()) == {3} and len(one.counts()) == ROWS
+    assert audit(open_storage(tmp_path / "run")).verdict == "proved"

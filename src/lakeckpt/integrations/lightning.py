@@ -13,6 +13,7 @@ The callback runs on the training thread. It relies on names that Lightning does
 from __future__ import annotations
 
 import inspect
+import signal
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -94,13 +95,21 @@ class LakeCheckpoint(Checkpoint):
         state = {**_state_of(trainer), "loops": self._loops, "reader": self._loader, **(self._more or {})}
         self.manager = CheckpointManager(self._uri, state, **self._options)
         self._open.push(self.manager)
+        before = self._handlers()
         self.manager.restore(allow_missing={"callbacks", "loops", "reader"})  # a run of `lakeckpt convert` has none
+        self._signals = self._handlers()
+        _handle(before)  # Lightning sets its own handlers now, and brings these back at the end
         if not self._loops.loaded:
             _check_at_start(self._loader)
         self._counted = _count(trainer, self._loader)
         self._stepped, self._used = trainer.global_step, None
         self._loader._before_more = self._step_is_over
         self._open.callback(setattr, self._loader, "_before_more", None)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take the signals of ``save_on`` back from Lightning."""
+        if self._is_open:
+            _handle(self._signals)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Have the steps of the epoch counted, where there are others than in the epoch before."""
@@ -146,6 +155,11 @@ class LakeCheckpoint(Checkpoint):
     @property
     def _is_open(self) -> bool:
         return getattr(self, "_loader", None) is not None and self._loader._before_more is not None
+
+    def _handlers(self) -> dict[int, Any]:
+        """Return signal → its handler now, for the signals of ``save_on``."""
+        numbers = [getattr(signal, name) for name in self._options.get("save_on", ())]
+        return {number: signal.getsignal(number) for number in numbers}
 
     def _step_is_over(self) -> None:
         """Make the cut of the step that ended, if there is one."""
@@ -212,6 +226,12 @@ class _Callbacks:
         for one in self._trainer.callbacks:
             if one.state_key in state:
                 one.load_state_dict(state[one.state_key])
+
+
+def _handle(handlers: Mapping[int, Any]) -> None:
+    """Let these handlers have their signals."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def _state_of(trainer: Any) -> dict[str, Any]:
