@@ -94,6 +94,21 @@ def test_a_reader_that_joined_later_counts_from_then_on_and_the_audit_proves_it(
     assert report.readers[0].epochs[0].once == 200
 
 
+def test_a_mixture_that_joins_is_named_by_its_own_name(tmp_path: Path) -> None:
+    datasets = {}
+    for name in ("web", "code"):
+        write_table(tmp_path / name)
+        datasets[name] = (lakeckpt.LakeDataset(tmp_path / name, batch_size=10, columns=["id"]), 0.5)
+    with lakeckpt.CheckpointManager(tmp_path / "run", {"count": Counter()}) as saver:
+        saver.restore()
+        saver.step()
+    loader = lakeckpt.LakeLoader(lakeckpt.mix(datasets, seed=1, batch_size=10))
+    with lakeckpt.CheckpointManager(tmp_path / "run", {"count": Counter(), "reader": loader}) as saver:
+        assert saver.restore(allow_missing="reader") == 1
+        saver.step(next(iter(loader)))
+    assert {one.name for one in audit(open_storage(tmp_path / "run")).readers} == {"reader.web", "reader.code"}
+
+
 def test_on_several_ranks() -> None:
     storage = MemoryStorage()
 

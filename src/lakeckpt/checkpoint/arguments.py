@@ -48,15 +48,18 @@ def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_names(allow_missing: Collection[str], objects: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names in ``allow_missing``. `ConfigError` if one of them names no object."""
+    """Return the names in ``allow_missing``; the name of a mixture stands for its sources. `ConfigError` if one of them
+    names no object."""
     names = (allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing)
-    unknown = [name for name in names if name not in objects]
+    found = {name: [one for one in objects if one == name or one.startswith(f"{name}.")] for name in names}
+    found = {name: [name] if name in several else several for name, several in found.items()}
+    unknown = [name for name, several in found.items() if not several]
     if unknown:
         raise ConfigError(
             f"allow_missing names {', '.join(map(repr, unknown))}, and the manager's objects are {sorted(objects)}: "
             "name some of these"
         )
-    return frozenset(names)
+    return frozenset(one for several in found.values() for one in several)
 
 
 def _is_divided(one: object) -> bool:
