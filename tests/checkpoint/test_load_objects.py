@@ -567,6 +567,7 @@ def sharded_second(rank: int, world_size: int, folder: str, sharding: Any) -> No
     dist.destroy_process_group()
 
 
+@pytest.mark.soak
 def test_parts_of_tensors_are_loaded_on_as_many_ranks_on_others_otherwise_divided_and_on_one(tmp_path: Path) -> None:
     run_processes(2, sharded_first, 2, str(tmp_path))
     before = sorted(path for path in (tmp_path / "run").rglob("*"))

@@ -448,6 +448,7 @@ JOB = """
 """
 
 
+@pytest.mark.soak
 def test_trainer_and_agent_killed_together_lose_no_step(tmp_path: Path) -> None:
     """Nothing was ever committed: what is restored lies in the arena alone."""
     run, arenas = tmp_path / "run", tmp_path / "arenas"

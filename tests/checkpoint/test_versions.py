@@ -332,6 +332,7 @@ def rank_of_a_job(rank: int, world_size: int, folder: str, epochs: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.soak
 def test_all_ranks_go_to_the_version_that_the_first_one_finds(delta: Path, tmp_path: Path) -> None:
     run_processes(2, rank_of_a_job, 2, str(tmp_path), 2)
     run_processes(2, rank_of_a_job, 2, str(tmp_path), 3)

@@ -482,3 +482,14 @@ def test_what_ends_too_early_is_not_taken_for_the_end_of_the_epoch(
             list(reads)
         assert reads.epoch == 0 and reads.state_dict()["step"] == 2
         reads.rewind()
+
+
+def test_a_dataset_is_read_by_a_loader_that_goes_on_or_by_one_that_begins_anew(lake: Path) -> None:
+    dataset = dataset_of(lake, batch_size=5)
+    training = LakeLoader(dataset)
+    with pytest.raises(ConfigError, match=r"read by another LakeLoader already.* a LakeDataset of its own"):
+        LakeLoader(dataset, restart=True)
+    assert training.dataset is LakeLoader(dataset).dataset  # one more that goes on is as before
+    del training
+    gc.collect()
+    assert LakeLoader(dataset, restart=True)._restarts == 0

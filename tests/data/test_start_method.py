@@ -75,6 +75,7 @@ for batch in LakeLoader(LakeDataset(sys.argv[1], batch_size=4), num_workers=1, m
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.soak
 def test_a_script_without_a_guard_says_what_to_do(lake: Path, tmp_path: Path, method: str) -> None:
     script = tmp_path / "main.py"
     script.write_text(UNGUARDED)

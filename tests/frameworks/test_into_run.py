@@ -44,8 +44,7 @@ def test_a_checkpoint_of_transformers_trainer(tmp_path: Path) -> None:
     arguments = TrainingArguments(str(tmp_path / "out"), max_steps=3, save_steps=3, report_to=[], use_cpu=True)
     trainer = Trainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()
-    tied = {"lm_head.weight": "transformer.wte.weight"}
-    done = convert_checkpoint(tmp_path / "out" / "checkpoint-3", tmp_path / "run", to="run", tied=tied)
+    done = convert_checkpoint(tmp_path / "out" / "checkpoint-3", tmp_path / "run", to="run")
     assert (done.steps_done, done.objects) == (3, ("model", "optimizer", "scheduler"))
     fresh = GPT2LMHeadModel(config)
     again = Trainer(model=fresh, args=arguments, train_dataset=rows)
@@ -68,8 +67,7 @@ def test_a_lake_trainer_goes_on_from_a_checkpoint_of_the_trainer(tmp_path: Path)
     rows = [{"input_ids": one, "labels": one} for one in ids]
     out, common = str(tmp_path / "out"), {"report_to": [], "use_cpu": True}
     Trainer(model=model, args=TrainingArguments(out, max_steps=3, save_steps=3, **common), train_dataset=rows).train()
-    tied = {"lm_head.weight": "transformer.wte.weight"}
-    convert_checkpoint(tmp_path / "out" / "checkpoint-3", tmp_path / "run", to="run", tied=tied)
+    convert_checkpoint(tmp_path / "out" / "checkpoint-3", tmp_path / "run", to="run")
     (tmp_path / "lake").mkdir()
     pq.write_table(pa.table({"input_ids": ids, "labels": ids}), tmp_path / "lake" / "part-0.parquet")
 

@@ -197,6 +197,39 @@ def test_an_evaluation_that_draws_random_numbers_is_before_the_cut(tmp_path: Pat
     assert torch.equal(*weights)
 
 
+class StopAtEpochEnd(TrainerCallback):  # type: ignore[misc]
+    """Ends training by an exception after the last step of an epoch, and before its evaluation."""
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        raise Stopped
+
+
+def test_an_evaluation_at_the_end_of_an_epoch_is_made_up_for(tmp_path: Path) -> None:
+    logs = []
+    for name in ("whole", "stopped"):
+        attempts = Attempts(tmp_path / name)
+        options = {"num_train_epochs": 2, "eval_strategy": "epoch"}
+        held_out = LakeDataset(attempts.tokens, batch_size=50)
+        if name == "stopped":
+            with pytest.raises(Stopped):
+                attempts.trainer(eval_dataset=held_out, callbacks=[StopAtEpochEnd()], **options).train()
+        trainer = attempts.run(eval_dataset=LakeDataset(attempts.tokens, batch_size=50), **options)
+        logs.append([(one["epoch"], one["eval_loss"]) for one in trainer.state.log_history if "eval_loss" in one])
+    assert [epoch for epoch, _ in logs[0]] == [1.0, 2.0]
+    assert logs[0] == logs[1]
+
+
+def test_an_evaluation_that_would_move_the_place_of_the_training_is_refused(tmp_path: Path) -> None:
+    attempts = Attempts(tmp_path)
+    loader = LakeLoader(LakeDataset(attempts.tokens, batch_size=50))
+    options: dict[str, Any] = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
+    with pytest.raises(ConfigError, match="goes on where it stopped, so evaluations would read other rows each time"):
+        attempts.trainer(eval_dataset=loader, **options).train()
+    trainer = attempts.trainer(**options, eval_dataset=loader)
+    with pytest.raises(ConfigError, match="read by another LakeLoader already"):
+        trainer.evaluate(trainer.train_dataset.dataset)
+
+
 def repeated(row: Any) -> list[Any]:
     return [row] * (int(row["input_ids"][1]) % 3)
 

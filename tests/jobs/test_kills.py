@@ -123,6 +123,7 @@ def test_an_endless_stream_repeats_no_row_before_all_have_counted(table: Path, t
 
 
 @pytest.mark.parametrize("topologies", [[1, 1, 1], pytest.param([2, 1, 2, 1, 2], marks=pytest.mark.soak)])
+@pytest.mark.soak
 def test_every_attempt_restores_at_its_first_try_beside_those_before_it_that_live_on(
     topologies: list[int], table: Path, tmp_path: Path
 ) -> None:

@@ -150,6 +150,7 @@ def _certificate(folder: Path) -> Path:
 @pytest.mark.parametrize("tls", [False, True], ids=["http", "https"])
 @pytest.mark.timeout(2400)  # a fork in a process that reads takes a quarter of a second and more
 @pytest.mark.parametrize("forks", [12, pytest.param(MANY_FORKS, marks=pytest.mark.soak)])
+@pytest.mark.soak
 def test_forks_beside_reads_hang_neither_side(tmp_path: Path, tls: bool, forks: int) -> None:
     (tmp_path / "reader.py").write_text(READER)
     with serving(tmp_path, tls=tls) as (url, certificate):

@@ -134,7 +134,7 @@ def _pytest(source: Path, tests: Sequence[str], folder: Path) -> tuple[int, str]
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(source), "COLUMNS": "1000"},
+        env={**os.environ, "PYTHONPATH": str(source), "COLUMNS": "1000", "HYPOTHESIS_PROFILE": "mutants"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

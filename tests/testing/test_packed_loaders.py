@@ -55,6 +55,7 @@ def make_of(wrong: Callable[[LakeLoader], Any] | None, folder: Path, **fixed: An
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.soak
 def test_a_right_packed_loader_passes(case: str, texts: Path) -> None:
     sizes = [*FEW, (2, 0, {"num_lanes": None, "batch_size": 3})]
     assert_exactly_once(make_of(None, texts, **CASES[case]), topologies=sizes, offsets=3, chains=4)
@@ -62,6 +63,7 @@ def test_a_right_packed_loader_passes(case: str, texts: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", ["an epoch", "endless"])
+@pytest.mark.soak
 def test_a_right_packed_loader_passes_with_workers(case: str, texts: Path) -> None:
     topologies = [(1, 3), (4, 0), (2, 1), (3, 0)]
     assert_exactly_once(make_of(None, texts, **CASES[case], num_lanes=None), topologies=topologies, offsets=2, chains=2)

@@ -51,6 +51,7 @@ def sent(part: FlowState, base: FlowState | None) -> FlowState:
 
 
 @given(jobs(), st.data())
+@pytest.mark.soak
 def test_every_shape_of_the_tree_gives_the_state_of_the_job(state: FlowState, data: st.DataObject) -> None:
     start = replace(state, done=(0,) * len(state.done), offsets=(0,) * len(state.done))
     left = list(zip(parts_of(state), parts_of(start), strict=True))

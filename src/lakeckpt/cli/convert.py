@@ -35,13 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="to a run: an object, and the part of SOURCE that is its state, in place of all parts",
     )
-    parser.add_argument(
-        "--tied",
-        metavar="NAME=OTHER",
-        action="append",
-        default=[],
-        help="to a run: a weight of model that SOURCE has under another name only",
-    )
     parser.add_argument("--steps-done", type=int, metavar="N", help="to a run: optimizer steps that SOURCE had done")
     parser.add_argument("--storage-options", metavar="JSON", help="for the source's store, as fsspec takes them")
     parser.add_argument("--target-options", metavar="JSON", help="for the target's store, likewise")
@@ -60,7 +53,6 @@ def run(args: argparse.Namespace) -> int:
         step=args.step,
         rank=args.rank,
         objects=_pairs("--object", args.object),
-        tied=_pairs("--tied", args.tied),
         steps_done=args.steps_done,
         storage_options=options_of(args.storage_options),
         target_options=options_of(args.target_options),

@@ -35,7 +35,7 @@ from lakeckpt.data.foreign.frameworks import (
     counts_steps,
     without_others,
 )
-from lakeckpt.data.options import flag, optional, refuse, whole
+from lakeckpt.data.options import check_only_reader, flag, optional, refuse, whole
 from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.reader import LoaderReader, sources_of
 from lakeckpt.data.prefetch import Stage
@@ -122,10 +122,12 @@ class LakeLoader(Prepared, DataLoader[Any]):
             raise ConfigError(str(error)) from error
         self._restarts = dataset.epoch if flag("restart", restart) else None
         """The epoch of every iteration of a loader that restarts; None: it goes on."""
+        if restart and (dataset.follow is not None or dataset.identity.endless):
+            raise ConfigError("restart=True begins an epoch again, and an endless stream has no epochs")
         if restart:
-            if dataset.follow is not None or dataset.identity.endless:
-                raise ConfigError("restart=True begins an epoch again, and an endless stream has no epochs")
             dataset._progress.deliveries.saved()  # its place is never saved, and that is no reason to warn
+        check_only_reader(dataset, self, restarts=restart)
+        self.use_stateful_dataloader = not restart
         object.__setattr__(self, "sampler", EpochSetter(self._framework_epoch))  # torch's own refuses another one
         self._progress = dataset._progress
         self._counting = Counting()
@@ -197,8 +199,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         return self._as_prepared(items, self._progress.steps) if self._is_prepared else items
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy begins anew, for another loop.
-        return {**self.__dict__, "_early": None, "_before_more": None, "_counting": Counting()}
+        return {**self.__dict__, "_early": None, "_before_more": None, "_counting": Counting()}  # a copy begins anew
 
     def _start(self) -> None:
         """Begin to read what the next iteration will deliver, within the memory limit of iterating."""

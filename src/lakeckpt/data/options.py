@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import sys
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +23,7 @@ __all__ = [
     "Follow",
     "ReadOptions",
     "check_lanes",
+    "check_only_reader",
     "flag",
     "following",
     "one_of",
@@ -203,3 +205,19 @@ def refuse(others: Collection[str]) -> None:
         if name not in _ELSEWHERE:
             raise TypeError(f"LakeLoader has no argument {name!r}")
         raise ConfigError(f"LakeLoader has no {name}=: {_ELSEWHERE[name]}")
+
+
+_READERS: weakref.WeakKeyDictionary[object, tuple[weakref.ref[object], bool]] = weakref.WeakKeyDictionary()
+"""Dataset → its newest loader, and whether this loader begins anew in each iteration."""
+
+
+def check_only_reader(dataset: object, loader: object, *, restarts: bool) -> None:
+    """Raise `ConfigError` where ``dataset`` is read by a loader that goes on and by one that begins anew. The place in
+    the dataset is one: each of the two would move the place of the other."""
+    other, others_restart = _READERS.get(dataset, (None, restarts))
+    if other is not None and other() is not None and others_restart != restarts:
+        raise ConfigError(
+            "this dataset is read by another LakeLoader already, one of the two with restart=True: an evaluation would "
+            "move the place of the training. Make a LakeDataset of its own for each of them"
+        )
+    _READERS[dataset] = weakref.ref(loader), restarts

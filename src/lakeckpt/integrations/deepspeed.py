@@ -211,7 +211,11 @@ class _EngineState:
         self._flats = list(self._found()) if engine.zero_optimization() else []
         for flat in self._flats:
             held = sum(one.partition for one in flat.pieces)
-            assert held == flat.tensor.numel(), f"{flat.tensor.numel()} elements in a partition of {held}"
+            if held != flat.tensor.numel():
+                raise ConfigError(
+                    f"a partition of this DeepSpeed has {flat.tensor.numel()} elements, and its parameters {held}: "
+                    "deepspeed==0.19.8 was tested"
+                )
         self._frozen = self._found_frozen() if engine.zero_optimization_stage() == 3 else {}
 
     # --- what lies where

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import signal
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from os import PathLike
@@ -55,7 +56,8 @@ class LakeCheckpoint(Checkpoint):
         uri: where the run lies, as for `lakeckpt.CheckpointManager`.
         state: name → further objects with ``state_dict`` and ``load_state_dict``. It is needed, and may be empty, where
             the module or a callback has ``on_save_checkpoint``, which is not called.
-        monitor: the name of a logged metric, for ``keep=lakeckpt.Keep(best=…)``.
+        monitor: the name of a logged metric, for ``keep=lakeckpt.Keep(best=…)``. A step has the newest value, which is
+            that of the last validation for a metric that is logged there.
         options: all other arguments of `lakeckpt.CheckpointManager`, such as ``persist_every`` and ``keep``.
 
     Lightning makes no `ModelCheckpoint` of its own beside this callback; one that you add works as always, and its
@@ -136,6 +138,15 @@ class LakeCheckpoint(Checkpoint):
                     "the validation loader is a LakeLoader that goes on where it stopped, so the sanity check and "
                     "limit_val_batches would leave rows out: make it LakeLoader(…, restart=True)"
                 )
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Warn where nothing is logged under the name of ``monitor``."""
+        if self._is_open and not trainer.sanity_checking and self._monitor not in (None, *trainer.callback_metrics):
+            warnings.warn(
+                f"monitor={self._monitor!r} is none of the metrics that were logged up to the end of a validation, so "
+                f"steps have no metric: {sorted(trainer.callback_metrics)}",
+                stacklevel=2,
+            )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the last step, and close the run, while the state is on its devices."""

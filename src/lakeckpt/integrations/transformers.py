@@ -54,7 +54,7 @@ class LakeTrainer(Trainer):
         run_options: other arguments of the `CheckpointManager`, such as ``{"persist_every": 100}``.
 
     Other trainers get the same by ``class Mine(LakeTrainer, MyTrainer): pass``, if they give the Trainer their
-    ``train_dataset`` unread. ``eval_dataset`` may be a `LakeLoader`, too (with ``restart=True``).
+    ``train_dataset`` unread. ``eval_dataset`` may be a `LakeDataset` of its own, or a `LakeLoader` (``restart=True``).
 
     Model, optimizer, scheduler, scaler, random states, the Trainer's logs and best metric, and the reader are saved,
     all of one optimizer step. ``state.global_step`` counts the steps of the run, and ``state.epoch`` is the place of
@@ -87,6 +87,8 @@ class LakeTrainer(Trainer):
         """The receipt of the batch that was trained on last."""
         self._lake_length: int | None = None
         """The batches of the epoch at hand, where they are known."""
+        self._lake_waits = False
+        """Whether the cut of the last step of an epoch waits for the end of the epoch."""
         super().__init__(model, args, *others, train_dataset=_loader_of(train_dataset, args), **options)
         self._train_batch_size = self.train_dataset.dataset.batch_size  # for the Trainer's reports
         self._check_supported()
@@ -115,11 +117,18 @@ class LakeTrainer(Trainer):
         return found
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return a `LakeLoader` as it is, prepared; others as the Trainer does."""
+        """Return a loader of lakeckpt, prepared, which begins anew in each evaluation; others as the Trainer does."""
         found = self.eval_dataset if eval_dataset is None else eval_dataset
         found = self.eval_dataset[found] if isinstance(found, str) else found
-        is_ours = isinstance(found, LakeLoader)
-        return self.accelerator.prepare(found) if is_ours else super().get_eval_dataloader(eval_dataset)
+        if not isinstance(found, (LakeDataset, LakeLoader)):
+            return super().get_eval_dataloader(eval_dataset)
+        found = LakeLoader(found, restart=True) if isinstance(found, LakeDataset) else found
+        if found._restarts is None:
+            raise ConfigError(
+                "eval_dataset is a LakeLoader that goes on where it stopped, so evaluations would read other rows each "
+                "time: give a LakeDataset of its own, or LakeLoader(…, restart=True) of one"
+            )
+        return self.accelerator.prepare(found)
 
     def set_initial_training_values(self, *args: Any, **options: Any) -> tuple[Any, ...]:
         """Return the Trainer's plan. With ``max_steps``, epochs do not end it: other ranks need another number."""
@@ -218,7 +227,8 @@ class LakeTrainer(Trainer):
         super()._run_epoch(**{**call, "epoch": loader.epoch})
 
     def _maybe_log_save_evaluate(self, *args: Any, **options: Any) -> None:
-        """Log, evaluate and save as the Trainer does, and make the cut after that, once for each optimizer step."""
+        """Log, evaluate and save as the Trainer does, and make the cut after that, once for each optimizer step. The
+        Trainer calls this once more at the end of an epoch: the cut of its last step comes then."""
         assert self._lake_manager is not None
         is_new = self.state.global_step > self._lake_manager.steps_done
         if is_new and self._lake_length is not None:
@@ -226,7 +236,9 @@ class LakeTrainer(Trainer):
         elif is_new and self.train_dataset.identity.endless:
             self.state.epoch = self.state.global_step / self.state.max_steps
         super()._maybe_log_save_evaluate(*args, **options)
-        if is_new:
+        is_last = is_new and self._lake_used.step + 1 == self._lake_length
+        self._lake_waits = is_last and not self._lake_waits
+        if is_new and not self._lake_waits:
             self._lake_manager.step(self._lake_used)
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:

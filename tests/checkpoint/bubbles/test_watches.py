@@ -176,6 +176,7 @@ def watch_data_parallel(rank: int, folder: Path) -> None:
     leave()
 
 
+@pytest.mark.soak
 def test_pipelines_wait_where_the_gate_says_and_compute_the_same(tmp_path: Path) -> None:
     run_processes(2, watch_pipelines, tmp_path)
 

@@ -22,6 +22,7 @@ def test_killed_in_the_midst_of_copies_and_updates_all_ranks_go_on_from_one_whol
 
 
 @pytest.mark.parametrize(("ranks", "shares"), [(2, False), (2, True), pytest.param(3, False, marks=pytest.mark.soak)])
+@pytest.mark.soak
 def test_where_a_rank_dies_a_step_behind_the_others_all_go_on_from_the_newest_step_of_all(
     ranks: int, shares: bool
 ) -> None:

@@ -97,7 +97,6 @@ def convert_checkpoint(
     step: Step = None,
     rank: int | None = None,
     objects: Mapping[str, str] | None = None,
-    tied: Mapping[str, str] | None = None,
     steps_done: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
@@ -114,20 +113,18 @@ def convert_checkpoint(
     ``model``, ``optimizer``, ``scheduler`` and ``scaler``, and those of another file of ``torch.save`` as in the file.
 
     * ``objects``: name of an object in the run → name of its state in the source, in place of all names.
-    * ``tied``: names of weights that the source has only once, under another name: ``{"lm_head.weight":
-      "model.embed_tokens.weight"}``.
     * ``steps_done``: the optimizer steps done, where the source does not say it (torch, safetensors).
 
     Raises as `read_state` does; `ConfigError` if the target is not empty or there is no such item; `SaveFailed`.
     """
     if to == "run":
         run = _empty_folder(target, target_options)
-        foreign = _with_objects(_foreign(source, storage_options), objects or {}, tied or {})
+        foreign = _with_objects(_foreign(source, storage_options), objects or {})
         return _make_run(run, foreign, steps_done)
     if to not in ("torch", "safetensors"):
         raise ConfigError(f"to is 'torch', 'safetensors' or 'run', got {to!r}. torch makes a folder of DCP: {_TO_DCP}")
-    if objects or tied or steps_done is not None:
-        raise ConfigError("objects, tied and steps_done are for to='run'")
+    if objects or steps_done is not None:
+        raise ConfigError("objects and steps_done are for to='run'")
     storage = None if to == "torch" else _empty_folder(target, target_options)
     kind, state = _read(source, item, step=step, rank=rank, storage_options=storage_options)
     if storage is None:
@@ -147,16 +144,10 @@ def _foreign(source: str | os.PathLike[str] | Storage, options: Mapping[str, Any
     return foreign_state(*_of_others(storage, name))
 
 
-def _with_objects(foreign: Foreign, objects: Mapping[str, str], tied: Mapping[str, str]) -> Foreign:
-    """Return ``foreign`` with the objects and the tied weights that the user has named."""
-    found = {name: part_of(foreign.objects, item) for name, item in objects.items()} or dict(foreign.objects)
-    if tied and "model" not in found:
-        raise ConfigError(f"tied names weights of 'model', and the objects are {sorted(found)}")
-    for name, other in tied.items():
-        if other not in found["model"]:
-            raise ConfigError(f"tied: there is no weight {other!r} in 'model', for {name!r} to be tied to")
-        found["model"] = {**found["model"], name: found["model"][other]}
-    return replace(foreign, objects=found)
+def _with_objects(foreign: Foreign, objects: Mapping[str, str]) -> Foreign:
+    """Return ``foreign`` with the objects that the user has named."""
+    named = {name: part_of(foreign.objects, item) for name, item in objects.items()}
+    return replace(foreign, objects=named or foreign.objects)
 
 
 def _make_run(storage: Storage, foreign: Foreign, steps_done: int | None) -> Converted:

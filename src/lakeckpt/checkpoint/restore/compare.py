@@ -83,7 +83,8 @@ def fitted_to(objects: Mapping[str, Any], loaded: Loaded) -> tuple[Loaded, dict[
     """Return the state with the parameters of each optimizer numbered as they are here, and for each optimizer the
     lines that say which parameters do not fit.
 
-    From a state that was merged of several ranks, what is not here is removed.
+    From a state that was merged of several ranks, what is not here is removed. A tensor that a module has under several
+    names, as tied weights, may be saved under one of them.
     """
     names = parameter_names(objects)
     trees, misfits = dict(loaded.trees), {}
@@ -91,10 +92,18 @@ def fitted_to(objects: Mapping[str, Any], loaded: Loaded) -> tuple[Loaded, dict[
         one, tree, has_more = objects[name], loaded.trees[name], name in loaded.merged
         if class_of(one) and has_torchs_state(one):
             trees[name], misfits[name] = fitted(name, one, tree, names, has_more=has_more)
-        elif has_more and isinstance(one, torch.nn.Module):
+        elif isinstance(one, torch.nn.Module) and type(tree) is dict:
             here = flatten(name, one.state_dict(), of_module=True).tree
-            trees[name] = {key: value for key, value in tree.items() if key in here}
+            found = {key: value for key, value in tree.items() if key in here or not has_more}
+            trees[name] = {**found, **_other_names(here, tree)}
     return replace(loaded, trees=trees), misfits
+
+
+def _other_names(here: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return name → value for each name that ``tree`` lacks of a tensor of which it has another name."""
+    lacks = [key for key, live in here.items() if key not in tree and isinstance(live, TensorRef)]
+    named = {here[key].key: tree[key] for key in here if lacks and key in tree and isinstance(here[key], TensorRef)}
+    return {key: named[here[key].key] for key in lacks if here[key].key in named}
 
 
 def _refuse_unlike(objects: Mapping[str, Any], loaded: Loaded) -> None:
