@@ -97,6 +97,8 @@ def train(folder: Path, loop: Loop, world_size: int, attempt: int, **options: An
             optimizer.zero_grad()
             print(json.dumps({"step": loop.step, "ids": batch["id"].tolist()}), file=file, flush=True)
             manager.step(batch)
+            if options.get("capture_every"):  # the next moment finds this step captured, however slow the machine is
+                manager._saves._engine.wait()  # type: ignore[union-attr]
             loop.step += 1
 
 
