@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lakeckpt.errors import ConfigError, MissingRanksError, StateError, StateMis
 from lakeckpt.testing import assert_exactly_once
 from tests.data.flow_jobs import count_of, cut, items, job_store, loader_of, run_ranks, whole
 from tests.data.reading import ROWS, as_json, dataset_of, same, some, table_of, until_error
+from tests.patience import PATIENCE_S
 
 __all__ = ["job_store"]
 
@@ -417,4 +419,18 @@ def test_a_rank_that_never_states_its_end_is_named(job_store: Any, monkeypatch: 
     with pytest.raises(MissingRanksError, match="rank 0 has no more rows, and rank 1 has not stated"):
         ends.is_over(1)
     other.state(1, 5)
-    assert not ends.is_over(1) and not ends.is_over(4) and ends.is_over(5)
+    assert not ends.is_over(1) and not ends.is_over(4)
+    monkeypatch.setattr("lakeckpt.data.flows.ends._LEAVE", timedelta(milliseconds=10))
+    assert ends.is_over(5)  # and rank 1, which does not come to the end, does not keep it there
+
+
+def test_rank_0_whose_process_may_hold_the_store_leaves_last(job_store: Any) -> None:
+    first, other = JobEnds(job_store, rank=0, world_size=2), JobEnds(job_store, rank=1, world_size=2)
+    for one in (first, other):
+        one.state(0, 0)
+    with ThreadPoolExecutor(1) as pool:
+        left = pool.submit(first.is_over, 0)
+        with pytest.raises(TimeoutError):
+            left.result(timeout=0.2)
+        assert other.is_over(0)
+        assert left.result(timeout=PATIENCE_S)

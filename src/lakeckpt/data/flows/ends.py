@@ -3,7 +3,8 @@
 A rank that has no more rows must go on with empty micro-batches as long as another rank has rows. So each rank states,
 in the key-value store of torch.distributed, whether it has rows after a *border* (the instant before a step). Borders
 come in chunks of up to eight. A rank states a chunk's borders before it takes the last batch before the first of them,
-for which it reads so far ahead. A rank without rows waits for the statements of the others.
+for which it reads so far ahead. A rank without rows waits for the statements of the others. Rank 0, whose process may
+hold the store, does not leave the epoch before the others have seen its end.
 
 A rank that has stated a border never waits for a rank that has not come there, so nobody waits in a circle. What a rank
 states follows from the state that all ranks began with, whose digest names the keys: a statement that a process of an
@@ -29,6 +30,7 @@ from lakeckpt.wire.envelope import dumps
 __all__ = ["Ends", "JobEnds", "ends_of", "last_border"]
 
 _PATIENCE = timedelta(minutes=30)
+_LEAVE = timedelta(seconds=30)
 _CHUNK = 8
 _KEPT = 64
 """Chunks whose statements stay in the store."""
@@ -77,6 +79,8 @@ class JobEnds(Ends):
         """The ranks that may have rows."""
         self._more, self._end = -1, -1
         """A border up to which the first of them has rows, and its end; -1: it is not known."""
+        self._leaves_to = [_seen(one) for one in self._others] if rank == 0 else None
+        """Of rank 0: the keys of the ranks that have seen the end; empty when it has waited for them."""
 
     def lookahead(self, border: int) -> int:
         return last_border(border)
@@ -102,7 +106,17 @@ class JobEnds(Ends):
                 self._more = self._end = -1
             else:
                 return False
+        self._leave()
         return True
+
+    def _leave(self) -> None:
+        """State that this rank has seen the end; rank 0 waits until all others have."""
+        with contextlib.suppress(RuntimeError):  # a rank that does not come has its own error
+            if self._leaves_to is None:
+                self._store.set(_seen(self._rank), b"")
+            elif self._leaves_to:
+                keys, self._leaves_to = self._leaves_to, []
+                self._store.wait(keys, _LEAVE)
 
     def _read(self, rank: int, last: int) -> None:
         """Learn what ``rank`` states for the chunk whose last border is ``last``."""
@@ -123,6 +137,10 @@ class JobEnds(Ends):
 
 def _key(rank: int, last: int) -> str:
     return f"{rank}/{last}"
+
+
+def _seen(rank: int) -> str:
+    return f"seen/{rank}"
 
 
 def ends_of(state: FlowState, rank: int) -> Ends:
