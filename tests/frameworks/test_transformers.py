@@ -100,6 +100,7 @@ class Attempts:
         lake = {name: options.pop(name) for name in ("endless", "rank", "world_size") if name in options}
         dataset = LakeDataset(self.tokens, batch_size=4, shuffle=True, seed=7, **lake)
         others = {name: options.pop(name) for name in ("eval_dataset", "callbacks") if name in options}
+        every = options.pop("persist_every", 3)
         others["callbacks"] = [*others.get("callbacks", []), Stop(stop)]
         settings = {"save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "report_to": "none", **options}
         arguments = TrainingArguments(output_dir=str(self.folder / "out"), **settings)
@@ -110,7 +111,7 @@ class Attempts:
             arguments,
             train_dataset=loads(dataset),
             run=self.folder / "run",
-            run_options={"persist_every": 3},
+            run_options={"persist_every": every},
             **others,
         )
         made.history = {}
@@ -208,7 +209,7 @@ def test_an_evaluation_at_the_end_of_an_epoch_is_made_up_for(tmp_path: Path) -> 
     logs = []
     for name in ("whole", "stopped"):
         attempts = Attempts(tmp_path / name)
-        options = {"num_train_epochs": 2, "eval_strategy": "epoch"}
+        options = {"num_train_epochs": 2, "eval_strategy": "epoch", "persist_every": 1}
         held_out = LakeDataset(attempts.tokens, batch_size=50)
         if name == "stopped":
             with pytest.raises(Stopped):
