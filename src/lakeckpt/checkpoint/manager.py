@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
-from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, tracks_of
+from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
 from lakeckpt.checkpoint.failures import note_stop
 from lakeckpt.checkpoint.keep import Keep, held_metric
@@ -262,6 +262,13 @@ class CheckpointManager:
         if self._preemption.stops_at(self._step):
             self._save_last()
             self._preemption.leave()
+
+    def skip(self, batch: Any) -> None:
+        """Record that the loop took ``batch`` (as `step` takes it) on this rank, and trains nothing on it; call it
+        before the next `step`. Its rows count as consumed with the step that uses a later batch (or is given this
+        one), and ``lakeckpt audit`` lists them as excluded: PROVED EXCEPT n rows. `ConfigError` if a step used it."""
+        self._ready()
+        skip(by_reader(batch, self._tracks), self._tracks)
 
     @overload
     def save(self, *, metric: float | None = None, sync: Literal[True] = True) -> CheckpointInfo: ...

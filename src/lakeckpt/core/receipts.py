@@ -56,6 +56,8 @@ class Receipt:
     """The positions, in the order of the rows."""
     step_rows: int
     """Rows of all ranks in this step."""
+    reader: str = ""
+    """`lakeckpt.core.state.Identity.digest` of the reader; empty: not named."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
