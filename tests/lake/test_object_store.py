@@ -269,7 +269,7 @@ def test_an_upload_outlives_a_fault_at_each_of_its_requests(s3: S3, proxy: Fault
 
 
 def test_an_upload_that_fails_is_aborted_and_never_an_object(s3: S3, proxy: FaultProxy) -> None:
-    storage = opened(s3, proxy, total_s=0.5)
+    storage = opened(s3, proxy, total_s=0.5, slowest_bytes_per_s=1 << 40)
     proxy.faults = [Where(lambda request: request.query.get("partNumber") == "2", HttpFault.ERROR)]
     with pytest.raises(StorageError, match="500 InternalError"):
         storage.put("x", parts(3))
