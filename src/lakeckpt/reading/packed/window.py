@@ -126,9 +126,7 @@ class SequenceDecoder:
     def _nothing(self) -> Part:
         none = documents_of(self.rows.schema.empty_table(), self._packing, ("", 0))
         rows = none.rows
-        return Part(
-            group=0, tokens=none.tokens, bounds=none.ends, origins=rows, rows=rows, follows=rows, goes_on=False
-        )
+        return Part(group=0, tokens=none.tokens, bounds=none.ends, origins=rows, rows=rows, follows=rows, goes_on=False)
 
     def _sequences(self, parts: list[Part], runs: Runs, count: int) -> Sequences:
         """Return the ``count`` sequences that ``runs`` make up."""
