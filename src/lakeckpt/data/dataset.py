@@ -360,20 +360,20 @@ class LakeDataset(IterableDataset[Any]):
             raise TypeError("an endless stream has no length")
         if self.yields_many:
             raise TypeError("how many micro-batches there are depends on what the transform yields, and is not known")
-        if world_size > 1 and not self._progress.knows_lanes(world_size) and not self._shared.has_lanes:
-            raise TypeError(
-                "how many micro-batches a rank gets depends on the number of lanes, which ranks must have the same: "
-                "before the first iteration it is not known how many workers there will be. Give options=ReadOptions("
-                "num_lanes=…), a multiple of ranks times workers, or take the length of a LakeLoader, or ask after "
-                "iterating began"
-            )
         state = self._progress.settled(world_size, 0)
         if state.segment.world_size == world_size:  # else the end of an epoch, which other ranks came to
+            if world_size > 1 and not self._progress.knows_lanes(world_size) and not self._shared.has_lanes:
+                raise TypeError(
+                    "how many micro-batches a rank gets depends on the number of lanes, which ranks must have the "
+                    "same: before the first iteration it is not known how many workers there will be. Give "
+                    "options=ReadOptions(num_lanes=…), a multiple of ranks times workers, or take the length of a "
+                    "LakeLoader, or ask after iterating began"
+                )
             lanes = self._shared.agree_lanes(state.segment.num_lanes)
             state = self._progress.settled(world_size, 0, num_lanes=lanes)
         plan = Plan(state)
         assert plan.steps is not None
-        last = plan.steps - 1
+        last, rank = plan.steps - 1, min(rank, state.segment.world_size - 1)
         return plan.steps - (self.row_wise and last >= 0 and not plan.assignment(last, rank).receipt.rows)
 
 
