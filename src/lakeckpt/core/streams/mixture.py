@@ -201,6 +201,7 @@ class MixedPlan:
             world_size=segment.world_size,
             rows=segment.batch_size,
             spans=tuple((names[part.source], part.spans) for part in parts),
+            last=self.is_last and self.steps == step + 1,
         )
         return MixedAssignment(
             receipt=receipt,
