@@ -264,9 +264,8 @@ class CheckpointManager:
             self._preemption.leave()
 
     def skip(self, batch: Any) -> None:
-        """Record that the loop took ``batch`` (as `step` takes it) on this rank, and trains nothing on it; call it
-        before the next `step`. Its rows count as consumed with the step that uses a later batch (or is given this
-        one), and ``lakeckpt audit`` lists them as excluded: PROVED EXCEPT n rows. `ConfigError` if a step used it."""
+        """Record that this rank took ``batch`` (as `step` takes it) and trains nothing on it; call it before the next
+        `step`, with which its rows count as consumed. ``lakeckpt audit`` lists them: PROVED EXCEPT n rows."""
         self._ready()
         skip(by_reader(batch, self._tracks), self._tracks)
 
@@ -395,9 +394,7 @@ class CheckpointManager:
     def _ready(self) -> Saver | Background:
         self._refuse_closed()
         if self._saves is None:
-            raise ConfigError(
-                "call restore() before the first step: it begins the attempt, and returns 0 on a fresh start"
-            )
+            raise ConfigError("call restore() before the first step: it begins the attempt, and returns the steps done")
         return self._saves
 
     def _refuse_closed(self) -> None:

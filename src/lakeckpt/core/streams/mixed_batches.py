@@ -37,6 +37,8 @@ class MixedReceipt:
     """0: sources count their epochs themselves."""
     reader: str = ""
     """`lakeckpt.core.state.Identity.digest` of all sources together; empty: not named."""
+    last: bool | None = field(default=None, compare=False)
+    """As in `lakeckpt.Receipt`."""
 
     @property
     def step_rows(self) -> int:

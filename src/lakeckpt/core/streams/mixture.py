@@ -219,6 +219,7 @@ class MixedPlan:
             rows=segment.batch_size,
             spans=tuple((names[part.source], part.spans) for part in parts),
             reader=self._reader,
+            last=self.is_last and self.steps == step + 1,
         )
         return MixedAssignment(
             receipt=receipt,
