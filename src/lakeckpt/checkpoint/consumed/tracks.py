@@ -52,6 +52,8 @@ class ReaderTrack:
         self._at: Receipt | None = None  # the last receipt that was consumed since the mark; None: nothing was
         self.delivered = 0
         """How many batches (or rows) the reader had delivered at the last step, if it counts them."""
+        self.shared, self.is_repeated, self.has_others = 1, False, False
+        """As in `ReaderRecord`."""
 
     def taken(self) -> Given | None:
         """Return the deliveries since the last step; None if the reader does not count them."""
@@ -153,6 +155,9 @@ class ReaderTrack:
             ),
             steps=self._recorder.record(step),
             index=self._index_of(state),
+            shared=self.shared,
+            is_repeated=self.is_repeated,
+            has_others=self.has_others,
         )
         return PendingRecord(first=first, step=step, record=record)
 
