@@ -250,7 +250,11 @@ class Journal:
         return {name: (*self._closed[name], track.pending(self._from, step)) for name, track in self._tracks.items()}
 
     def handed_over(self, pending: Pending, step: int) -> None:
-        """Record that the ``pending`` records of the last cut were handed over: new records begin at ``step``."""
+        """Record that the ``pending`` records of the last cut were handed over: new records begin at ``step``.
+
+        All ranks call it at each save, before anything that may fail on one of them: a commit joins the records of a
+        flow only if they lie between the same steps on all ranks.
+        """
         for name, track in self._tracks.items():
             track.handed_over(step, pending[name][-1].record.state)
             self._closed[name] = list(pending[name])
