@@ -79,6 +79,7 @@ class Script:
             ranks[0].load_state_dict = lambda state: None  # type: ignore[method-assign]
         done = manager.restore()
         for other in ranks[1:]:
+            other.dataset._progress.deliveries.saved()  # it stands for another process, which has a manager of its own
             other.load_state_dict(ranks[0].state_dict())
         for one in ranks if after_restore else ():
             assert after_restore is not None

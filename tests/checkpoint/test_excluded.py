@@ -124,13 +124,13 @@ def test_a_job_goes_on_with_what_the_error_says(lake: Path) -> None:
     assert job.attempt(excluded, steps=4) == []
     assert len(job.rows) == len(before) + 16
     report = job.audited()
-    assert report.verdict == "proved", report
+    assert report.verdict == "except", report
     counted = [(one.epoch, one.status, one.once) for one in report.readers[0].epochs]
     assert counted[1:] == [(0, "complete", 100 - counted[0][2]), (1, "in progress", 16)]
     assert counted[0][1] == "carried over"
     listed = [(one.epoch, one.file, one.row_group, one.rows) for one in report.readers[0].excluded]
     assert listed == [(0, "b.parquet", 1, 20), (1, "b.parquet", 1, 20)]
-    assert report.words.endswith("0 lost, 0 repeated, 40 EXCLUDED")
+    assert report.words.endswith("0 lost, 0 repeated, 40 excluded (damaged)")
     assert "the rest of epoch 0 went on with other excluded row groups" in report.readers[0].notes
 
 
@@ -146,7 +146,7 @@ def test_a_row_group_that_was_half_read_is_excluded_for_the_rest_and_comes_back_
     job.attempt(excluded)
     assert sorted(job.rows) == sorted({*before, *(set(range(ROWS)) - rows_in(excluded))})
     report = job.audited()
-    assert report.verdict == "proved", report
+    assert report.verdict == "except", report
     assert report.excluded == len(rows_in(excluded) - set(before))
     job.rows = []
     job.attempt()
@@ -169,7 +169,7 @@ def test_at_the_end_of_an_epoch_nothing_is_left_and_the_next_one_goes_without(la
     job.attempt(excluded)
     assert sorted(job.rows[ROWS:]) == sorted(set(range(ROWS)) - rows_in(excluded))
     report = job.audited()
-    assert report.verdict == "proved", report
+    assert report.verdict == "except", report
     assert [(one.epoch, one.once, one.lost) for one in report.readers[0].epochs if one.once] == [
         (0, 120, 0),
         (1, 100, 0),
@@ -273,7 +273,7 @@ def test_with_a_filter_row_groups_are_excluded_between_epochs(lake: Path, steps:
     job.attempt(excluded, ranks=ranks)
     assert sorted(job.rows) == list(range(4, 100))
     report = job.audited()
-    assert report.verdict == "proved", report
+    assert report.verdict == "except", report
     assert not [one for one in report.readers[0].epochs if one.status == "skipped"]
 
 
@@ -311,8 +311,8 @@ def test_the_command_line_lists_what_was_excluded(
             saver.step(batch)
     assert main(["audit", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
-    assert "100 rows counted exactly once, 0 lost, 0 repeated, 20 EXCLUDED" in said
-    assert "excluded: 20 rows of row group 1 of 'a.parquet' in epoch 0" in said
+    assert "100 rows counted exactly once, 0 lost, 0 repeated, 20 excluded (damaged)" in said
+    assert "excluded: damaged: 20 rows of row group 1 of 'a.parquet' in epoch 0" in said
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -326,4 +326,4 @@ def test_whatever_is_excluded_whenever_every_other_row_counts_once(lake: Path, s
     before = list(job.rows)
     job.attempt(excluded)
     assert sorted(job.rows) == sorted({*before, *(set(range(ROWS)) - rows_in(excluded))})
-    assert job.audited().verdict == "proved", job.audited()
+    assert job.audited().verdict == "except", job.audited()

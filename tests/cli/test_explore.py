@@ -85,6 +85,11 @@ def test_no_text_of_a_run_can_end_the_element_that_holds_it(tmp_path: Path, show
     assert "part-<!--<script>.parquet" in json.dumps(facts["steps"])
 
 
+def test_a_folder_that_is_not_there_is_one_sentence(tmp_path: Path, show: Show) -> None:
+    status, said = show("explore", tmp_path, "-o", tmp_path / "no" / "run.html")
+    assert status == 2 and "--output is a file in a folder that exists" in said and "Traceback" not in said
+
+
 def test_a_run_without_readers_has_a_page_too(tmp_path: Path, ask: Ask) -> None:
     with lakeckpt.CheckpointManager(tmp_path / "run", {"count": Counter()}) as manager:
         manager.restore()

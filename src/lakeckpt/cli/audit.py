@@ -82,7 +82,9 @@ def _show_reader(reader: ReaderAudit, *, every: bool) -> None:
         return
     shown = [name for name in _COUNTS if name in _ALWAYS or any(getattr(epoch, name) for epoch in reader.epochs)]
     print()
-    table = TextTable(">epoch", "", ">rows", *(f">{_HEADS.get(name, name)}" for name in shown), title=_title(reader))
+    table = TextTable(
+        ">epoch", "", f">{reader.counted}s", *(f">{_HEADS.get(name, name)}" for name in shown), title=_title(reader)
+    )
     for first, last in _alike(reader.epochs, every=every):
         span = str(first.epoch) if first is last else f"{first.epoch}–{last.epoch}"
         table.add_row(span, first.status, first.rows, *(getattr(first, name) for name in shown))
@@ -97,7 +99,8 @@ def _show_reader(reader: ReaderAudit, *, every: bool) -> None:
 
 def _title(reader: ReaderAudit) -> str:
     topologies = " → ".join(
-        f"{format_count(ranks, 'rank')} × {format_count(batch_size, 'row')} per batch, {format_count(lanes, 'lane')}"
+        f"{format_count(ranks, 'rank')} × {format_count(batch_size, reader.batch_of)} per batch, "
+        f"{format_count(lanes, 'lane')}"
         for lanes, batch_size, ranks in reader.topologies[-4:]
     )
     ends = "an endless stream" if reader.endless else _ENDS.get(reader.tail, reader.tail)
@@ -127,7 +130,7 @@ def _show_finding(finding: Finding, *, every: bool) -> None:
         return
     table = TextTable("  file", ">row group", "rows")
     for one in shown:
-        rows = format_rows(one.rows.pairs(), of=one.of, most=10**9 if every else 8)
+        rows = format_rows(one.rows.pairs(), of=one.of, most=10**9 if every else 8) + one.how_counted
         table.add_row(f"  {one.file}", one.row_group, rows)
     print(table)
     more = finding.rows - sum(one.rows.size for one in shown)

@@ -84,7 +84,7 @@ def _row_groups(reader: ReaderStep) -> object:
     for rank in reader.ranks:
         head: tuple[str | int, str] = rank.rank, _micro_batches(rank)
         for one in rank.where:
-            rows = format_rows(one.rows.pairs(), of=one.of) + (" (tokens of the window)" if one.tokens else "")
+            rows = format_rows(one.rows.pairs(), of=one.of) + one.how_counted
             table.add_row(*head, one.file, one.row_group, one.rows.size, rows)
             head = ("", "")
         if not rank.where:
@@ -97,7 +97,8 @@ def _every_row(reader: ReaderStep) -> object:
     for rank in reader.ranks:
         for number, table_row in enumerate(rank.table_rows.tolist()):
             file, row_group, row = reader.order.place(table_row)
-            table.add_row(rank.rank, number, file, row_group, row)
+            kept = "" if reader.order.is_stored(table_row) else " of the kept"
+            table.add_row(rank.rank, number, file, row_group, f"{row}{kept}")
     return table
 
 

@@ -31,6 +31,7 @@ __all__ = ["GroupRows", "Order", "name_rows", "order_name"]
 
 Int64Array = npt.NDArray[np.int64]
 _LAYOUTS = 4
+_KEPT = " (counted among the rows that the filter keeps)"
 
 
 def order_name(identity: Identity) -> str:
@@ -55,6 +56,11 @@ class GroupRows:
     not hold which ones, and rows are counted among those that it keeps."""
     tokens: bool = False
     """Whether tokens of packed documents are counted instead of rows."""
+
+    @property
+    def how_counted(self) -> str:
+        """A remark for people on how the rows are counted; empty if they are counted as the file stores them."""
+        return "" if self.stored and not self.tokens else " (tokens of the window)" if self.tokens else _KEPT
 
     def to_plain(self) -> dict[str, object]:
         """Return JSON-able values; ``ranges`` are half-open."""
@@ -171,6 +177,11 @@ class Order:
         file, ordinal = self.index.group(group)
         row = table_row - int(self.starts[group])
         return self.index.paths[file], ordinal, int(self.named(group, Intervals.of([(row, row + 1)])).rows.starts[0])
+
+    def is_stored(self, table_row: int) -> bool:
+        """Return whether `place` counts the row as the file stores it, and not among the rows that a filter keeps."""
+        group = int(np.searchsorted(self.starts, table_row, side="right")) - 1
+        return int(self.group_rows[group]) == int(self.index.group_rows[group])
 
     def named(self, group: int, inside: Intervals) -> GroupRows:
         """Return rows ``inside`` a row group with their numbers in the file, if the index holds these numbers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class Watch:
         """The batches of other loaders that came in training before the last step; None: no step was taken."""
         modules = [weakref.ref(one) for one in objects.values() if isinstance(one, torch.nn.Module)]
         if tracks:
-            watch_training(lambda: all(module.training for one in modules if (module := one()) is not None))
+            watch_training(lambda: _are_trained([module for one in modules if (module := one()) is not None]))
 
     def stepped(self, ahead: Mapping[str, str]) -> None:
         """Warn at an optimizer step. ``ahead``: reader → what shows that something reads ahead of the loop."""
@@ -98,3 +98,8 @@ class Watch:
         """Warn if readers have delivered batches, and no step was taken."""
         for _, deliveries in self._counting:
             deliveries.check_stepped()
+
+
+def _are_trained(modules: Sequence[torch.nn.Module]) -> bool:
+    """Return whether there are modules, and all are in train mode."""
+    return bool(modules) and all(one.training for one in modules)

@@ -30,6 +30,7 @@ from lakeckpt.checkpoint.ledger.report import (
 from lakeckpt.checkpoint.ledger.tranches import doubts_of_tranches
 from lakeckpt.checkpoint.ledger.walk import ReaderWalk, Records
 from lakeckpt.core.flows.plan import read_state
+from lakeckpt.core.flows.state import FlowState
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import LayoutKey
 from lakeckpt.core.state import Identity
@@ -72,15 +73,15 @@ class _Account:
     def audit(self, advance: Callable[[], object]) -> ReaderAudit:
         walk = self._walk
         identity: Identity | None = None
+        counted, batch_of = "row", "row"
         try:
             origin, tip = walk.collect(advance)
             identity = tip.identity
+            counted, batch_of = _units(tip)
             if any(end.identity.tail == "carry" for end in walk.ends.values()):
                 walk.notes[_FOLLOWED] = None
             if identity.unit > 1:
-                walk.notes[
-                    f"rows are packed sequences of {identity.unit:,} tokens; an epoch has {identity.tokens:,} tokens"
-                ] = None
+                walk.notes[f"sequences are of {identity.unit:,} tokens; an epoch has {identity.tokens:,} tokens"] = None
             for doubt in doubts_of_tranches(walk.ends, self._orders):
                 walk.doubt(doubt)
             self._audit_epochs(origin, tip)
@@ -97,6 +98,8 @@ class _Account:
             doubts=tuple(walk.doubts),
             notes=tuple(walk.notes),
             excluded=tuple(self._excluded),
+            counted=counted,
+            batch_of=batch_of,
             inferred=walk.inferred,
         )
 
@@ -137,7 +140,14 @@ class _Account:
             return [whole]
         rows = order.table_rows(piece.identity.spec, piece.key, piece.positions)
         return [
-            replace(whole, file=at.file, row_group=at.row_group, rows=at.rows.size, ranges=tuple(at.rows.pairs()))
+            replace(
+                whole,
+                file=at.file,
+                row_group=at.row_group,
+                rows=at.rows.size,
+                ranges=tuple(at.rows.pairs()),
+                how_counted=at.how_counted,
+            )
             for at in name_rows(order, rows)
         ]
 
@@ -255,6 +265,15 @@ class _Account:
             where=tuple(where),
             more=found.size - sum(one.rows.size for one in where),
         )
+
+
+def _units(tip: AnyState) -> tuple[str, str]:
+    """Return the names of what an epoch counts, and of what a batch is counted in."""
+    if not isinstance(tip, FlowState):
+        return ("sequence", "sequence") if tip.identity.unit > 1 else ("row", "row")
+    if tip.maker.startswith("whole documents of "):
+        return "window", "sequence"
+    return "row", "token" if ", sequences of " in tip.maker else "row"
 
 
 def _status(epoch: int, tip: AnyState, claim: Piece | None) -> EpochStatus:

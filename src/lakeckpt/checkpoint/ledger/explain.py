@@ -89,7 +89,8 @@ class ReaderStep:
         return sum(rank.rows for rank in self.ranks)
 
     def to_plain(self, *, every_row: bool = False) -> dict[str, object]:
-        """Return JSON-able values; with ``every_row``, each row as [file, row group, row] in the order of reading."""
+        """Return JSON-able values; with ``every_row``, each row as [file, row group, row] in the order of reading, and
+        "selected" behind it if the row is counted among those that the filter keeps."""
         return {
             "reader": self.reader,
             "table": self.table,
@@ -104,11 +105,14 @@ class ReaderStep:
                     "micro_batches": plain_of(rank.micro_batches),
                     "row_groups": plain_of(rank.where),
                     **({} if rank.documents is None else {"documents": plain_of(rank.documents)}),
-                    **({"order": [self.order.place(row) for row in rank.table_rows.tolist()]} if every_row else {}),
+                    **({"order": [self._place(row) for row in rank.table_rows.tolist()]} if every_row else {}),
                 }
                 for rank in self.ranks
             ],
         }
+
+    def _place(self, row: int) -> tuple[object, ...]:
+        return (*self.order.place(row), *(() if self.order.is_stored(row) else ("selected",)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

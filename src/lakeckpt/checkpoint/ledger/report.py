@@ -137,6 +137,8 @@ class ExcludedRows:
     have dropped. Else: the rows (packed: sequences) that the reader consumed."""
     ranges: tuple[tuple[int, int], ...] = ()
     """Half-open, in the row group, as `GroupRows` counts them; empty: the whole row group, or not known."""
+    how_counted: str = ""
+    """As in `GroupRows`."""
     step: int | None = None
     """The optimizer step with which they count as consumed; None: they were never delivered."""
     rank: int | None = None
@@ -147,7 +149,7 @@ class ExcludedRows:
         """The rows as one line."""
         where = f" of row group {self.row_group} of {self.file!r}" if self.file else ""
         ranges = ", ".join(f"{start:,}–{stop - 1:,}" for start, stop in self.ranges[:8])
-        more = f" ({ranges}{', …' if len(self.ranges) > 8 else ''})" if ranges else ""
+        more = f" ({ranges}{', …' if len(self.ranges) > 8 else ''}){self.how_counted}" if ranges else ""
         since = "" if self.step is None else f", before or at step {self.step:,} on rank {self.rank}"
         rows = f"{self.rows:,} row{'' if self.rows == 1 else 's'}"
         return f"{self.reason}: {rows}{where}{more} in epoch {self.epoch}{since}"
@@ -170,6 +172,10 @@ class ReaderAudit:
     notes: tuple[str, ...] = ()
     excluded: tuple[ExcludedRows, ...] = ()
     """The excluded rows, by epoch, step and row group."""
+    counted: str = "row"
+    """What its epochs count: row, packed "sequence", or "window" of whole documents that are packed together."""
+    batch_of: str = "row"
+    """What its batches are counted in: row, "sequence", or "token" of texts that are tokenized where they are read."""
     inferred: str = ""
     """How many attempts did not state which rows their steps used, so that this is inferred; empty if none."""
 
@@ -238,7 +244,7 @@ class AuditReport:
             return "NOT PROVED"
         of = " OF WHAT WAS DELIVERED" if any(one.inferred for one in self.readers) else ""
         since = f" FROM STEP {self.from_step:,}" if self.from_step else ""
-        excluded = f" EXCEPT {self.excluded:,} row{'' if self.excluded == 1 else 's'}" if self.excluded else ""
+        excluded = f" EXCEPT {self._count(self.excluded)}" if self.excluded else ""
         return f"PROVED{of}{since}{excluded}"
 
     @property
@@ -290,12 +296,18 @@ class AuditReport:
             excluded = f", {self.excluded:,} excluded ({', '.join(reasons)})" if self.excluded else ""
             counted = "were delivered" if any(one.inferred for one in self.readers) else "counted"
             since = f"; the rows of the first {self.from_step:,} steps were not recorded" if self.from_step else ""
-            once = f"{self._sum('once'):,} rows {counted} exactly once"
+            once = f"{self._count(self._sum('once'))} {counted} exactly once"
             return f"{done}: {once}, 0 lost, 0 repeated{dropped}{excluded}{since}{self._unread()}"
         if self.findings:
             again = f", {self.again:,} more to be read again" if self.again else ""
-            return f"{done}: {self.lost:,} rows lost, {self.repeated:,} repeated{again}"
+            return f"{done}: {self._count(self.lost)} lost, {self.repeated:,} repeated{again}"
         return f"{done}: no row is known to be lost or repeated, but {self.every_doubt[0]}"
+
+    def _count(self, number: int) -> str:
+        """Return ``number`` with the name of what all readers count; rows, if they count several things."""
+        names = {one.counted for one in self.readers}
+        name = names.pop() if len(names) == 1 else "row"
+        return f"{number:,} {name}{'' if number == 1 else 's'}"
 
     def _unread(self) -> str:
         """Name the readers of which no row was read, as a small source of a mixture may be, with their rows."""

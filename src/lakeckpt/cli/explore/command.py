@@ -30,6 +30,9 @@ def run(args: argparse.Namespace) -> int:
     """Write the page, or print its facts as JSON. Returns 0, whatever the verdict is."""
     if args.steps < 0:
         raise ConfigError(f"--steps is how many of the last steps the page has, 0 or more, got {args.steps}")
+    folder = Path(args.output).parent
+    if not args.json and not folder.is_dir():
+        raise ConfigError(f"--output is a file in a folder that exists, and {folder} is none: make the folder first")
     storage, place = open_run(args)
     facts = facts_of(storage, place, newest_steps=args.steps)
     if args.json:

@@ -56,7 +56,7 @@ def pack(
     Args:
         dataset: a `LakeDataset` with a ``batch_size``. It is left as it is. Its ``columns`` do not count; its filter,
             transform (of packed batches) and options do.
-        length: tokens of a sequence.
+        length: tokens of a sequence, at least 2.
         column: the list column of integers that holds a document's tokens. Empty and null lists are documents without
             tokens. A null token is refused, `NullValueError`, when its row group is read.
         before, after: tokens that are put before and after each document that has tokens, such as the ids of
@@ -125,8 +125,8 @@ def _check(dataset: Any, length: Any) -> None:
         raise ConfigError("packed sequences come in micro-batches: give the dataset a batch_size, in sequences")
     if dataset.output == "arrow":
         raise ConfigError('packed sequences are tensors or arrays: give the dataset output="torch" or "numpy"')
-    if positive("length", length) > _MOST:
-        raise ConfigError(f"length must be at most {_MOST}, got {length}")
+    if not 2 <= positive("length", length) <= _MOST:
+        raise ConfigError(f"length must be at least 2 (a token, and the next one) and at most {_MOST}, got {length}")
 
 
 def _tokenizing(packing: Packing, tokenizer: Callable[[str], Any]) -> Tokenizing:
