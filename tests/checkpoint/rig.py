@@ -218,6 +218,7 @@ class Reader:
         spec = OrderSpec(seed=seed, shuffle=True, window=2)
         identity = Identity(table="t", selection="", rows=rows, spec=spec, tail="short", endless=False)
         self.progress = Progress(identity, batch_size=batch_size, num_lanes=None, row_wise=False)
+        self.progress.deliveries.saved()  # a manager saves its state, and counts nothing of it
         self.rank, self.world_size = rank, world_size
         self.lie = 0
 

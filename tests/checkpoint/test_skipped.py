@@ -49,7 +49,7 @@ def reader_of(table: lakeckpt.Table, kind: str, rank: int = 0, world_size: int =
     if kind == "many":
         options |= {"rows": "many", "transform": twice, "endless": world_size > 1}
     if kind == "filter":
-        options["filters"] = [("id", ">=", 100)]
+        options["filters"] = [("id", ">=", 110)]
     return lakeckpt.LakeLoader(dataset_of(table, **options))
 
 
@@ -132,7 +132,7 @@ def test_packed_sequences_that_were_skipped_are_excluded(tmp_path: Path) -> None
     reader = lakeckpt.LakeLoader(lakeckpt.pack(lakeckpt.LakeDataset(tmp_path / "t.parquet", batch_size=2), length=8))
     run_of(storage, reader, skips=lambda n: n == 1, steps=5)
     report = audit(storage)
-    assert (report.headline, report.readers[0].excluded[0].rows) == ("PROVED EXCEPT 2 rows", 2)
+    assert (report.headline, report.readers[0].excluded[0].rows) == ("PROVED EXCEPT 2 sequences", 2)
 
 
 @pytest.mark.parametrize("kind", ["rows", "many"])
@@ -212,3 +212,32 @@ def test_the_commands_say_what_was_skipped(
     assert main(["explore", str(tmp_path), "-o", str(tmp_path / "run.html")]) == 0
     page = (tmp_path / "run.html").read_text("utf-8")
     assert "PROVED EXCEPT 10 rows" in page and '"excluded":"trainer"' in page.replace(": ", ":")
+
+
+def test_rows_that_are_counted_among_those_that_a_filter_keeps_are_said_to_be(
+    table: lakeckpt.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_of(LocalStorage(tmp_path), reader_of(table, "filter"), skips=lambda n: n == 1, steps=9)
+    for step in range(1, 10):
+        assert main(["explain", str(tmp_path), "--step", str(step), "--json", "--rows"]) == 0
+        (reader,) = json.loads(capsys.readouterr().out)["readers"]
+        ((rank,), (row_groups,)) = reader["ranks"], [reader["ranks"][0]["row_groups"]]
+        selected = {(one["file"], one["row_group"]) for one in row_groups if one["counted"] == "selected"}
+        assert {(one[0], one[1]) for one in rank["order"] if one[3:] == ["selected"]} == selected
+        if selected:
+            break
+    else:
+        pytest.fail("no step read a row group of which the filter keeps a part")
+    assert main(["explain", str(tmp_path), "--step", str(step)]) == 0
+    assert "(counted among the rows that the filter keeps)" in capsys.readouterr().out
+    assert main(["explain", str(tmp_path), "--step", str(step), "--rows"]) == 0
+    assert " of the kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("kind", "said"), [("tokens", "16 tokens per batch"), ("rows", "10 rows per batch")])
+def test_an_audit_says_what_batches_are_counted_in(
+    table: lakeckpt.Table, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, said: str
+) -> None:
+    run_of(LocalStorage(tmp_path), reader_of(table, kind), skips=lambda n: False, steps=3)
+    assert main(["audit", str(tmp_path)]) == 0
+    assert said in capsys.readouterr().out

@@ -87,12 +87,12 @@ def test_steps_before_a_reader_joined_are_not_proved(
 def test_steps_of_a_cut_in_memory_before_a_reader_joined_are_not_proved(table: lakeckpt.Table, tmp_path: Path) -> None:
     run = tmp_path / "run"
     options: dict[str, Any] = {"arenas": tmp_path / "arenas", "capture_every": 1, "persist_every": 100}
-    saver = lakeckpt.CheckpointManager(run, {"count": Counter()}, **options)
-    saver.restore()
+    dead = lakeckpt.CheckpointManager(run, {"count": Counter()}, **options)
+    dead.restore()
     for _ in range(3):
-        saver.step()
-        saver._saves._engine.wait()  # type: ignore[union-attr]
-    saver._saves._engine.close()  # type: ignore[union-attr]  # this trainer has died
+        dead.step()
+        dead._saves._engine.wait()  # type: ignore[union-attr]
+    dead._saves._engine.close()  # type: ignore[union-attr]  # this trainer has died
     reader = loader_of(table)
     with lakeckpt.CheckpointManager(run, {"count": Counter(), "reader": reader}, **options) as saver:
         assert saver.restore(allow_missing="reader") == 3
@@ -100,6 +100,7 @@ def test_steps_of_a_cut_in_memory_before_a_reader_joined_are_not_proved(table: l
             saver.step(batch)
     report = audit(LocalStorage(run))
     assert (report.verdict, report.from_step, report.checkpoints) == ("from step", 3, 1)
+    dead.close()
 
 
 def test_a_reader_that_joins_others_is_noted(
