@@ -26,6 +26,7 @@ stable, machine-readable name::
     │   ├── CheckpointMismatch     it does not fit the live objects: fix the script
     │   ├── AttemptSuperseded      a newer attempt owns the run: stop
     │   ├── SaveFailed             the store refused, or ranks are silent: training may go on, nothing was committed
+    │   │   ├── SaveRefused        no retry mends it: no permission, no bucket, a full disk
     │   │   └── SaveSkipped        another cut was persisted instead of this one
     │   ├── UnannouncedChange  the state changed between a cut and the fence: call manager.fence() before it does
     │   └── AgentError             the process that persists cannot be started or reached: see its log
@@ -67,6 +68,7 @@ __all__ = [
     "ObjectExists",
     "ObjectMissing",
     "SaveFailed",
+    "SaveRefused",
     "SaveSkipped",
     "SchemaError",
     "StateError",
@@ -213,6 +215,10 @@ class AttemptSuperseded(CheckpointError, kind="attempt_superseded"):
 
 class SaveFailed(CheckpointError, kind="save_failed"):
     """A checkpoint could not be written, or parts of it are missing. Nothing was committed; training may go on."""
+
+
+class SaveRefused(SaveFailed, kind="save_refused"):
+    """A store refuses checkpoints for a reason that no retry mends: no permission, no bucket, a full disk."""
 
 
 class SaveSkipped(SaveFailed, kind="save_skipped"):
