@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
-from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, tracks_of
+from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
 from lakeckpt.checkpoint.failures import note_stop
 from lakeckpt.checkpoint.keep import Keep, held_metric
@@ -272,6 +272,12 @@ class CheckpointManager:
             self._save_last()
             self._preemption.leave()
 
+    def skip(self, batch: Any) -> None:
+        """Record that this rank took ``batch`` (as `step` takes it) and trains nothing on it; call it before the next
+        `step`, with which its rows count as consumed. ``lakeckpt audit`` lists them: PROVED EXCEPT n rows."""
+        self._ready()
+        skip(by_reader(batch, self._tracks), self._tracks)
+
     @overload
     def save(self, *, metric: float | None = None, sync: Literal[True] = True) -> CheckpointInfo: ...
     @overload
@@ -393,9 +399,7 @@ class CheckpointManager:
     def _ready(self) -> Saver | Background:
         self._refuse_closed()
         if self._saves is None:
-            raise ConfigError(
-                "call restore() before the first step: it begins the attempt, and returns 0 on a fresh start"
-            )
+            raise ConfigError("call restore() before the first step: it begins the attempt, and returns the steps done")
         return self._saves
 
     def _refuse_closed(self) -> None:
