@@ -25,6 +25,7 @@ stable, machine-readable name::
     │   ├── CheckpointDamaged      bytes are not what was written: an older one is tried
     │   ├── CheckpointMismatch     it does not fit the live objects: fix the script
     │   ├── AttemptSuperseded      a newer attempt owns the run: stop
+    │   ├── RunInUse               ``exclusive=True``, and the run's job is alive: stop that job first
     │   ├── SaveFailed             the store refused, or ranks are silent: training may go on, nothing was committed
     │   │   └── SaveSkipped        another cut was persisted instead of this one
     │   ├── UnannouncedChange  the state changed between a cut and the fence: call manager.fence() before it does
@@ -66,6 +67,7 @@ __all__ = [
     "ObjectChanged",
     "ObjectExists",
     "ObjectMissing",
+    "RunInUse",
     "SaveFailed",
     "SaveSkipped",
     "SchemaError",
@@ -209,6 +211,10 @@ class CheckpointMismatch(CheckpointError, kind="checkpoint_mismatch"):
 
 class AttemptSuperseded(CheckpointError, kind="attempt_superseded"):
     """A newer attempt owns the run; this one must stop."""
+
+
+class RunInUse(CheckpointError, kind="run_in_use"):
+    """The job of this run is alive, and the manager is exclusive: nothing was changed."""
 
 
 class SaveFailed(CheckpointError, kind="save_failed"):
