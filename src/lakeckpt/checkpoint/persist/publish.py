@@ -28,6 +28,7 @@ from lakeckpt.checkpoint.failures import (
     noted_stop,
     publish_failure,
     save_error,
+    save_failed,
 )
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, SaveId, TreeRecord
@@ -156,7 +157,7 @@ class Publisher:
             if not isinstance(error, (LakeckptError, OSError)):
                 self._tell_others(save, error)
                 raise
-            failure = SaveFailed(f"rank {self._rank} could not write its part of step {save.step}: {error}")
+            failure = save_failed(f"rank {self._rank} could not write its part of step {save.step}: {error}", error)
             self._tell_others(save, failure)
             raise failure from error
         if self._rank == 0:
@@ -196,7 +197,7 @@ class Publisher:
         announced: dict[str, str] = {}
         states: dict[str, Mapping[str, str]] = {}
         try:
-            announced = self._announced() if self._rank == 0 else {}
+            announced = self._announced() if self._rank == 0 and failure is None else {}
             if isinstance(taken, StagedCut):
                 facts["tracked readers"] = ", ".join(map(repr, sorted(taken.readers))) or "none"
                 states = {
@@ -204,6 +205,8 @@ class Publisher:
                     for name, pending in taken.readers.items()
                 }
                 announced |= _weaker(taken) if self._rank else {}
+        except StorageError as error:
+            failure = save_failed(f"nothing was saved at step {save.step}: {error}", error)
         except Exception as error:
             failure = failure or error
         if failure is not None:
@@ -296,7 +299,7 @@ class Publisher:
             if not isinstance(error, OSError):
                 self._tell_others(save, error)
                 raise
-            failure = SaveFailed(f"the checkpoint of step {cut.step} could not be committed: {error}")
+            failure = save_failed(f"the checkpoint of step {cut.step} could not be committed: {error}", error)
             self._tell_others(save, failure)
             raise failure from error
         return manifest
@@ -356,8 +359,8 @@ class Publisher:
         """Remove the files of saves that failed, before any rank writes for the save ``now``: a full store may have no
         room for both. A save that may still turn out to be committed stays. Files that a late rank adds to a failed
         save are removed with the next commit."""
-        for save in self.tip.abandoned - {now}:
-            with contextlib.suppress(StorageError):  # it goes with the next commit
+        with contextlib.suppress(StorageError):  # they go with the next commit
+            for save in self.tip.abandoned - {now}:
                 self._retention.clear(save)
                 self.tip.failed.discard(save)
 
