@@ -200,7 +200,7 @@ def run(case: Case, folder: Path, endpoint: str = "") -> Result:
     write_table(folder / "table", rows=ROWS)
     hurry, log = folder / "hurry", folder / "log.txt"
     manager = {"persist_every": 5, "arenas": str(folder / "arenas"), "timeout_s": case.timeout_s}
-    manager |= {"capture_every": 1, "persist_every": 50} if case.captures else {"on_save_failure": "warn"}
+    manager |= {"capture_every": 1, "persist_every": 50} if case.captures else {}
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))},
         "TABLE": str(folder / "table"),
