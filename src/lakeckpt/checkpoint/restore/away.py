@@ -139,8 +139,8 @@ def _away(storage: Storage, folder: ArenaFolder, every: Sequence[Known]) -> str:
         what = "this job has begun a run there before, which has no checkpoint yet (step 0)"
     where = "" if folder.path == ArenaFolder().path else f" --arenas {folder.path}"
     return (
-        f"{place} lists no run, but {what}: the run is away and not new. Bring {place} back (mount it, or rename it "
-        f"back). If the run was removed on purpose: lakeckpt doctor --forget {place}{where} on "
+        f"{place} lists no run, but {what}: the run is away and not new. Bring it back (mount or rename "
+        f"it). If it was removed on purpose: lakeckpt doctor --forget {place}{where} on "
         f"{', '.join(hosts[:8])}{' …' * (len(hosts) > 8)}, then start again"
     )
 

@@ -1,0 +1,348 @@
+"""This module takes the run of a real job away while a rank is killed, brings it back, and says what the job did.
+
+    python -m tests.jobs.away              # every combination, 10, 30 and 60 s each: a table, and exit status 0 or 1
+    python -m tests.jobs.away --seconds 10 --at-once 2 --only "s3, no captures"
+
+A combination is a place (a local folder; a prefix of S3, served by moto), how it goes away (renamed, or emptied: as an
+unmounted share looks), a launcher, whether cuts are captured, and a number of ranks. The launchers are torchrun; Slurm,
+as a job sees it (`SLURM_JOB_ID`, `SLURM_RESTART_COUNT`); and nobody: a person who starts the script again whenever it
+ends. The run goes away, a rank is killed a moment later, and the launcher starts the job again.
+
+The law: no attempt begins a new run. The job goes on at its newest cut, or it ends with an exit status above 0 and an
+error that names the cut. When it has ended well, each row counted once, and the audit says PROVED.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import boto3
+
+from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.lake.storage.open import open_storage
+from tests.frameworks.harness import ROOT, Job, free_port, write_table
+from tests.patience import PATIENCE_S
+
+ROWS = 200
+SCRIPT = Path(__file__).with_name("away_job.py")
+_GOES_ON = re.compile(r"rank (\d+) goes on at step (\d+) of attempt (\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One combination. ``seconds``: how long the run is away; None: until the job has said so."""
+
+    place: str
+    how: str
+    launcher: str
+    captures: bool
+    ranks: int
+    seconds: float | None = None
+    timeout_s: float = 600.0
+
+    def __str__(self) -> str:
+        captures = "captured" if self.captures else "no captures"
+        return f"{self.place}, {self.how}, {self.launcher}, {captures}, {self.ranks} ranks"
+
+
+class Local:
+    """A run in a folder, which lies beside its place while it is away."""
+
+    options: Mapping[str, Any] = {}
+
+    def __init__(self, folder: Path) -> None:
+        self.uri, self._kept = str(folder / "run"), folder / "kept"
+
+    def take_away(self, how: str) -> None:
+        Path(self.uri).rename(self._kept)
+        if how == "emptied":
+            Path(self.uri).mkdir()
+
+    def bring_back(self) -> None:
+        if Path(self.uri).exists():
+            Path(self.uri).rmdir()  # it fails if something was written there
+        self._kept.rename(self.uri)
+
+
+class S3:
+    """A run in a bucket of moto's server; while it is away, the objects are at another prefix, or nowhere."""
+
+    def __init__(self, endpoint: str) -> None:
+        place = {"endpoint_url": endpoint, "region_name": "us-east-1"}
+        self.options: Mapping[str, Any] = {"key": "k", "secret": "s-s-s-s", "client_kwargs": place}
+        self._client = boto3.client("s3", **place, aws_access_key_id="k", aws_secret_access_key="s")
+        self._bucket = f"away-{uuid.uuid4().hex[:12]}"
+        self._client.create_bucket(Bucket=self._bucket)
+        self.uri = f"s3://{self._bucket}/run"
+        self._kept: dict[str, bytes] = {}
+
+    def take_away(self, how: str) -> None:
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix="run/")
+        for key in [one["Key"] for page in pages for one in page.get("Contents", [])]:
+            if how == "renamed":
+                self._client.copy_object(Bucket=self._bucket, Key=f"kept-{key}", CopySource=f"{self._bucket}/{key}")
+                self._kept[key] = b""
+            else:
+                self._kept[key] = self._client.get_object(Bucket=self._bucket, Key=key)["Body"].read()
+            self._client.delete_object(Bucket=self._bucket, Key=key)
+
+    def bring_back(self) -> None:
+        for key, data in self._kept.items():
+            if data:
+                self._client.put_object(Bucket=self._bucket, Key=key, Body=data)
+            else:
+                self._client.copy_object(Bucket=self._bucket, Key=key, CopySource=f"{self._bucket}/kept-{key}")
+
+
+@dataclass(slots=True)
+class Launcher:
+    """Starts the ranks of a job, and starts all again when one has ended badly, ``restarts`` times at most."""
+
+    case: Case
+    environment: Mapping[str, str]
+    log: Path
+    restarts: int = 8
+    statuses: list[int] = field(default_factory=list)
+    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    is_over: bool = False
+
+    def run(self) -> None:
+        """Run the job to its end."""
+        try:
+            for count in range(self.restarts + 1):
+                self._start(count)
+                self._wait()
+                self.statuses.append(max((abs(one.returncode) for one in self.ranks), default=0))
+                if self.statuses[-1] == 0 or self.case.launcher == "torchrun":
+                    return
+        finally:
+            self.is_over = True
+
+    def _start(self, count: int) -> None:
+        if self.case.launcher == "torchrun":
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={self.case.ranks}"]
+            command += [
+                f"--max-restarts={self.restarts}",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+            ]
+            commands = [([*command, str(SCRIPT)], {})]
+        else:
+            slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_RESTART_COUNT": str(count)}
+            port = str(free_port())
+            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(self.case.ranks)}
+            common |= slurm if self.case.launcher == "slurm" else {}
+            commands = [
+                ([sys.executable, str(SCRIPT)], {**common, "RANK": str(rank)}) for rank in range(self.case.ranks)
+            ]
+        with self.log.open("ab") as out:
+            self.ranks = [
+                subprocess.Popen(
+                    command, env={**self.environment, **own}, stdout=out, stderr=out, start_new_session=True
+                )
+                for command, own in commands
+            ]
+
+    def _wait(self) -> None:
+        """Wait for the end of all ranks; end the others when one has ended badly."""
+        end = time.monotonic() + 4 * PATIENCE_S
+        while any(one.poll() is None for one in self.ranks):
+            if any(one.poll() not in (None, 0) for one in self.ranks) or time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        for one in self.ranks:
+            _kill(one)
+
+    def kill_rank(self) -> None:
+        """SIGKILL the last rank."""
+        if self.case.launcher != "torchrun":
+            os.kill(self.ranks[-1].pid, signal.SIGKILL)
+            return
+        children = Path(f"/proc/{self.ranks[0].pid}/task/{self.ranks[0].pid}/children").read_text().split()
+        trainers = [one for one in children if SCRIPT.name in Path(f"/proc/{one}/cmdline").read_text()]
+        os.kill(int(trainers[-1]), signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a job did. ``newest``: the step of the newest cut when the run went away, at least."""
+
+    newest: int
+    went_on: tuple[int, ...]
+    named: int
+    statuses: tuple[int, ...]
+    problem: str
+
+
+def run(case: Case, folder: Path, endpoint: str = "") -> Result:
+    """Run a job whose run goes away, to its end."""
+    place = Local(folder) if case.place == "local" else S3(endpoint)
+    job = Job(folder / "job", SCRIPT)
+    write_table(folder / "table", rows=ROWS)
+    hurry, log = folder / "hurry", folder / "log.txt"
+    manager = {"persist_every": 5, "arenas": str(folder / "arenas"), "timeout_s": case.timeout_s}
+    manager |= {"capture_every": 1, "persist_every": 50} if case.captures else {}
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))},
+        "TABLE": str(folder / "table"),
+        "RUN": place.uri,
+        "OPTIONS": json.dumps(place.options),
+        "MANAGER": json.dumps(manager),
+        "NOTES": str(job.notes),
+        "HURRY": str(hurry),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/how-to/ddp.md: without it, a restart may hang
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        "PYTHONWARNINGS": "ignore",
+    }
+    launcher = Launcher(case, environment, log)
+    with ThreadPoolExecutor(1) as pool:
+        over = pool.submit(launcher.run)
+        try:
+            _until(lambda: len({one["step"] for one in job.lines()}) >= 12 or launcher.is_over, log)
+            place.take_away(case.how)
+            newest = _newest(case, job)
+            launcher.kill_rank()
+            if case.seconds is None:
+                _until(lambda: "lists no run" in log.read_text() or launcher.is_over, log)
+            else:
+                time.sleep(case.seconds)
+            place.bring_back()
+        finally:
+            hurry.touch()
+            over.result()
+    return _result(case, place, job, launcher, newest, log.read_text())
+
+
+def _newest(case: Case, job: Job) -> int:
+    """Return a step that the newest cut is not older than: a rank may have begun a step, and captured none of it."""
+    steps = max(one["step"] for one in job.lines())
+    return steps - 3 if case.captures else (steps - 1) // 5 * 5
+
+
+def _result(case: Case, place: Local | S3, job: Job, launcher: Launcher, newest: int, text: str) -> Result:
+    storage = open_storage(place.uri, storage_options=place.options or None)
+    starts = {int(attempt): int(step) for _, step, attempt in _GOES_ON.findall(text)}
+    went_on = tuple(step for attempt, step in sorted(starts.items()) if attempt)
+    named = len(re.findall(r"StorageError: .* lists no run, but .*step \d+.*doctor --forget", text))
+    verdict = audit(storage).verdict
+    problems = {
+        "a new run was begun": len(re.findall(r"goes on at step 0 of attempt 0", text)) != case.ranks,
+        f"it went on at {went_on}, and the newest cut is of step {newest}": any(step < newest for step in went_on[:1]),
+        "it did not end well, and names no cut": launcher.statuses[-1] != 0 and not named,
+        f"the audit says {verdict}": launcher.statuses[-1] == 0 and verdict != "proved",
+        "rows do not count once": launcher.statuses[-1] == 0 and job.counts() != Counter(range(ROWS)),
+        "there are several runs": len({one.run for one in read_history(storage).chain}) > 1,
+    }
+    problem = "; ".join(name for name, holds in problems.items() if holds)
+    return Result(newest=newest, went_on=went_on, named=named, statuses=tuple(launcher.statuses), problem=problem)
+
+
+def _until(holds: Callable[[], bool], log: Path) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not (log.exists() and holds()):
+        assert time.monotonic() < end, log.read_text()[-4000:]
+        time.sleep(0.05)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the session that a process leads, which this module started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL if process.poll() is None else signal.SIGTERM)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+# --- the command
+
+
+def cases(seconds: Sequence[float]) -> Iterator[Case]:
+    """Return every combination, each for each of ``seconds``; without captures, a launcher has to start the job."""
+    every = itertools.product(
+        ("local", "s3"), ("renamed", "emptied"), ("torchrun", "slurm", "nobody"), (True, False), (1, 2)
+    )
+    for (place, how, launcher, captures, ranks), away_s in itertools.product(every, seconds):
+        if captures or launcher != "nobody":
+            yield Case(place=place, how=how, launcher=launcher, captures=captures, ranks=ranks, seconds=away_s)
+
+
+@contextmanager
+def moto() -> Iterator[str]:
+    """Serve S3 while the block runs. Yield its URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with tempfile.TemporaryFile() as out, subprocess.Popen(command, stdout=out, stderr=out) as server:
+        try:
+            end = time.monotonic() + PATIENCE_S
+            while not _answers(port):
+                assert time.monotonic() < end, "moto's server does not answer"
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.kill()
+
+
+def _answers(port: int) -> bool:
+    import socket
+
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="take the runs of real jobs away, and say what the jobs did")
+    parser.add_argument("--seconds", type=float, nargs="+", default=[10.0, 30.0, 60.0])
+    parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--only", default="", help="words that the name of a combination has, such as 's3, renamed'")
+    args = parser.parse_args()
+    chosen = [one for one in cases(args.seconds) if all(word in str(one) for word in args.only.split(", "))]
+    bad = 0
+    with moto() as endpoint, tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
+
+        def one(numbered: tuple[int, Case]) -> tuple[Case, Result]:
+            number, case = numbered
+            own = Path(folder, str(number))
+            own.mkdir()
+            found = run(case, own, endpoint)
+            if found.problem:
+                shutil.copy(own / "log.txt", f"away-{number}.log")
+            return case, found
+
+        print(
+            f"{'combination':52} {'away':>5}  {'newest':>6}  went on at       ends          errors  verdict", flush=True
+        )
+        with ThreadPoolExecutor(args.at_once) as pool:
+            for case, found in pool.map(one, enumerate(chosen)):
+                bad += bool(found.problem)
+                steps, ends = " ".join(map(str, found.went_on)), " ".join(map(str, found.statuses))
+                print(
+                    f"{case!s:52} {case.seconds:4g}s  {found.newest:6}  {steps:15}  {ends:12}  {found.named:6}  "
+                    f"{'✗ ' + found.problem if found.problem else 'ok'}",
+                    flush=True,
+                )
+    print(f"{len(chosen) - bad} of {len(chosen)} kept the law")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
