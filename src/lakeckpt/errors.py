@@ -25,6 +25,7 @@ stable, machine-readable name::
     │   ├── CheckpointDamaged      bytes are not what was written: an older one is tried
     │   ├── CheckpointMismatch     it does not fit the live objects: fix the script
     │   ├── AttemptSuperseded      a newer attempt owns the run: stop
+    │   ├── RunInUse               ``exclusive=True``, and the run's job is alive: stop that job first
     │   ├── SaveFailed             the store refused, or ranks are silent: training may go on, nothing was committed
     │   │   ├── SaveRefused        no retry mends it: no permission, no bucket, a full disk
     │   │   └── SaveSkipped        another cut was persisted instead of this one
@@ -67,6 +68,7 @@ __all__ = [
     "ObjectChanged",
     "ObjectExists",
     "ObjectMissing",
+    "RunInUse",
     "SaveFailed",
     "SaveRefused",
     "SaveSkipped",
@@ -211,6 +213,10 @@ class CheckpointMismatch(CheckpointError, kind="checkpoint_mismatch"):
 
 class AttemptSuperseded(CheckpointError, kind="attempt_superseded"):
     """A newer attempt owns the run; this one must stop."""
+
+
+class RunInUse(CheckpointError, kind="run_in_use"):
+    """The job of this run is alive, and the manager is exclusive: nothing was changed."""
 
 
 class SaveFailed(CheckpointError, kind="save_failed"):

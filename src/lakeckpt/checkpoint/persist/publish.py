@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lakeckpt import __version__
+from lakeckpt.checkpoint.consumed.excluded import excluded_of, with_excluded
 from lakeckpt.checkpoint.consumed.pending import joined, since, weakest
 from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of, shared_fields
 from lakeckpt.checkpoint.failures import (
@@ -266,6 +267,7 @@ class Publisher:
             earlier=self._part_of(int(agreement.announced["parent"]) if agreement.announced["parent"] else None),
             intact=cut.intact,
             reports=reports_of(cut.readers),
+            excluded=excluded_of(cut.readers),
         )
 
     def _part_of(self, parent: int | None) -> Earlier:
@@ -326,6 +328,14 @@ class Publisher:
         )
         verify_objects(self._storage, parts)
         self._retention.remember(refs, parts)
+        readers = {
+            name: joined(
+                of_all_ranks(name, since(pending, self.attempt.recorded), [one.reports for one in parts]),
+                others=_weakest_of_others(name, agreement.announced),
+            )
+            for name, pending in cut.readers.items()
+        }
+        excluded = (one.excluded for one in parts)
         return Manifest(
             run=self.attempt.run,
             slot=int(agreement.announced["slot"]),
@@ -336,13 +346,7 @@ class Publisher:
             world_size=self._world_size,
             cut=agreement.cut,
             parts=tuple(refs),
-            readers={
-                name: joined(
-                    of_all_ranks(name, since(pending, self.attempt.recorded), [one.reports for one in parts]),
-                    others=_weakest_of_others(name, agreement.announced),
-                )
-                for name, pending in cut.readers.items()
-            },
+            readers=with_excluded(readers, excluded, after=self.attempt.recorded, upto=cut.step),
             seed=self.attempt.seed,
             library=__version__,
             created_s=float(self._clock()),

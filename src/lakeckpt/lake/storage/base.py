@@ -28,6 +28,7 @@ __all__ = [
     "clear_leftovers",
     "delete_all",
     "describe",
+    "expect_folder",
     "is_lasting",
     "is_temporary",
     "no_conditional_put",
@@ -227,6 +228,17 @@ def clear_leftovers(storage: Storage) -> int:
     """
     clear = getattr(storage, "clear_leftovers", None)
     return int(clear()) if callable(clear) else 0
+
+
+def expect_folder(storage: Storage, folder: str) -> None:
+    """Let puts into a local folder fail from now on if ``folder`` in it is gone: the place was renamed or unmounted.
+
+    A put would make the place anew, and what lies there would be hidden when the place comes back. Object stores have
+    no folders: this does nothing there.
+    """
+    expect = getattr(storage, "expect_folder", None)
+    if callable(expect):
+        expect(folder)
 
 
 def delete_all(storage: Storage, paths: Sequence[str]) -> None:
