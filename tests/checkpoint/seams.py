@@ -18,7 +18,7 @@ from lakeckpt.checkpoint import manager as manager_module
 from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.link import AgentLink
-from lakeckpt.checkpoint.agent.orders import Begin, Bye, Dropped, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Begin, Bye, Documents, Dropped, Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.errors import SaveFailed
@@ -98,6 +98,9 @@ class ThreadAgent:
 
     def order(self, order: Order, /) -> None:
         self._persister.take(order)
+
+    def keep(self, documents: Documents, /) -> None:
+        self._persister.take(documents)
 
     def drop(self, save: Dropped, /) -> None:
         self._persister.take(save)

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import lakeckpt
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.agent.logs import agents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
@@ -533,6 +534,33 @@ def test_saves_that_are_never_captured_are_told_of(tmp_path: Path, monkeypatch: 
         train(saver, objects, 1)
         assert saver.save() is not None
         raise KeyError
+
+
+def test_a_step_asks_the_store_for_nothing_however_slow_it_is(tmp_path: Path) -> None:
+    """The footers of a table are written by the agent, also those of a second table."""
+    storage, asked = MemoryStorage(), list[str]()
+    trains = threading.Event()
+
+    def before(method: str, path: str) -> None:
+        if trains.is_set() and threading.current_thread() is threading.main_thread():
+            asked.append(f"{method} {path}")
+
+    loaders = {}
+    for name in ("one", "two"):
+        pq.write_table(pa.table({"x": pa.array(range(32))}), tmp_path / f"{name}.parquet")
+        dataset = lakeckpt.LakeDataset(tmp_path / f"{name}.parquet", batch_size=4, rank=0, world_size=1)
+        loaders[name] = lakeckpt.LakeLoader(dataset)
+    objects = {**training(), **loaders}
+    with managed(FaultyStorage(storage, before=before), objects, tmp_path / "arenas", persist_every=2) as saver:
+        saver.restore()
+        trains.set()
+        for pair in zip(*loaders.values(), strict=True):
+            train_step(objects)
+            saver.step(dict(zip(loaders, pair, strict=True)))
+        saver.wait()
+        trains.clear()
+    assert asked == [] and verify(storage).every_damage == ()
+    assert sum(path.startswith("index/") for path in storage.objects) == 2
 
 
 def test_leaving_while_the_last_cut_is_being_saved_saves_it_once(tmp_path: Path) -> None:

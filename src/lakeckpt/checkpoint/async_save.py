@@ -14,14 +14,14 @@ The training thread alone calls this module. Its threads are those of the captur
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.link import AgentLink
-from lakeckpt.checkpoint.agent.orders import Dropped, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Documents, Dropped, Order, Outcome
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.reports import shared_fields
@@ -31,7 +31,7 @@ from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import checked_metric
 from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.indexes import write_documents
+from lakeckpt.checkpoint.persist.indexes import documents_of
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks, Saved
 from lakeckpt.errors import (
     ArenaError,
@@ -40,7 +40,6 @@ from lakeckpt.errors import (
     SaveSkipped,
     UnannouncedChange,
 )
-from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.notes import error_to_text
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
@@ -79,7 +78,6 @@ class Background:
         self,
         engine: CaptureEngine,
         agent: AgentLink,
-        storage: Storage,
         generations: Generations,
         exchange: Exchange,
         attempt: Attempt,
@@ -92,7 +90,6 @@ class Background:
         self.attempt = attempt
         self._engine = engine
         self._agent = agent
-        self._storage = storage
         self._generations = generations
         self._exchange = exchange
         self._tracks = tracks
@@ -101,7 +98,7 @@ class Background:
         self._timeout_s = timeout_s
         self._pending: dict[int, _Pending] = {}  # by the number of the save
         self._results: list[Saved] = []
-        self._written: set[str] = set()  # documents of tables that are in storage
+        self._sent: set[str] = set()  # documents of tables that the agent has
         self._captured: int | None = None  # the last cut of which a capture began, if no save has used it
         self._last: tuple[int, Pending] = (-1, {})  # the last cut that was to be captured: its step, what it recorded
         self._has_had_arena = False
@@ -124,8 +121,7 @@ class Background:
         try:
             if self._capture(*self._last, must=False):
                 self._has_reported = False
-                with suppress(SaveFailed):  # the next cut or save tries again
-                    self._write_documents(skip=self._written)  # this cut may be that of a final save
+                self._send_documents()  # this cut may be that of a final save
         except ArenaError as error:
             if not self._has_reported:
                 self._has_reported, failure = self._has_had_arena, self._without_arena(step, error)
@@ -148,7 +144,7 @@ class Background:
             if any(not one.is_ordered for one in self._pending.values()):
                 self._engine.finish()  # all ranks order a save before the next one
                 self._order_ready()
-            self._write_documents()
+            self._send_documents()
             good = checked_metric(metric)
             captured = self._has_captured(step) or self._capture(step, pending, must=True, patient=patient)
             self._count_missed(step, captured)
@@ -227,10 +223,12 @@ class Background:
             self._agent.wait(_NOTHING_SPARE_S)
             self._read_outcomes()
 
-    def _write_documents(self, *, skip: Collection[str] = ()) -> None:
-        if self._exchange.rank == 0:
-            readers = [track.reader for track in self._tracks.values()]
-            self._written = write_documents(self._storage, readers, skip=skip)
+    def _send_documents(self) -> None:
+        """Send the documents of the tables that are read now, if the agent does not have them. It asks no store."""
+        every = {path: one for track in self._tracks.values() for path, one in documents_of(track.reader).items()}
+        if self._exchange.rank == 0 and every.keys() != self._sent:
+            self._agent.keep(Documents(data={path: one.dumps() for path, one in every.items()}))
+            self._sent = set(every)
 
     # --- orders
 

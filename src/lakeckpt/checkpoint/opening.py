@@ -103,7 +103,6 @@ def open_saves(
         return Background(
             engine,
             agent,
-            storage,
             generations,
             exchange,
             attempt,

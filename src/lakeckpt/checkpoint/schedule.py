@@ -8,8 +8,8 @@ clock as long as the `Outage` says. Where saves fall every so many steps, there 
 By the clock, the next check lies halfway to the time of the next save, but at most an eighth of the interval ahead.
 Time is converted into steps by the slower of two paces: the pace since the start, and the pace since the check before.
 The next check is also no more steps ahead than were measured, because the first steps may be quick only while they fill
-a GPU's queue. So a save is late only by the time by which the steps in an eighth of the interval become slower. A single
-rank then checks at every step.
+a GPU's queue. So a save is late only by the time by which the steps in an eighth of the interval become slower. If
+there is one rank, it checks at every step.
 
 The module starts no threads. All calls come from the training thread.
 """

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from lakeckpt.checkpoint.agent import link as link_module
 from lakeckpt.checkpoint.agent import orders as orders_module
 from lakeckpt.checkpoint.agent.link import AgentLink
 from lakeckpt.checkpoint.agent.logs import agents_of, log_path
-from lakeckpt.checkpoint.agent.orders import Begin, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Begin, Documents, Order, Outcome
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger.verify import verify
@@ -279,6 +280,35 @@ def test_an_agent_that_is_killed_is_reported_and_another_one_does_the_next_order
         assert answer(link).slot == 2 and second != first
         link.close(well=True)
         assert ended(second) and node.committed() == [3, 4]
+
+
+def test_another_agent_goes_on_behind_the_commits_that_it_is_told_and_has_the_documents_of_tables(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not read the log of the attempt anew, however long it is."""
+    begin(node.storage)
+    begins, send = list[tuple[int, int | None, int]](), AgentLink._send
+
+    def sending(self: AgentLink, message: Any) -> None:
+        if isinstance(message, Begin):
+            begins.append((message.attempt.last, message.attempt.parent, message.attempt.recorded))
+        send(self, message)
+
+    monkeypatch.setattr(AgentLink, "_send", sending)
+    with make_arena(node.arenas) as arena:
+        link = node.link()
+        link.keep(Documents(data={"index/one.lkc": b"the index"}))
+        for number, step in enumerate((3, 4)):
+            fill(arena, step)
+            link.order(Order(step=step, number=number))
+            assert answer(link).slot == number + 1
+            assert node.storage.read("index/one.lkc") == b"the index"
+            node.storage.delete("index/one.lkc")
+            os.kill(link.pid or 0, signal.SIGKILL)
+            assert ended(link.pid)
+        link.close(well=True)
+        assert node.committed() == [3, 4]
+    assert begins == [(0, None, 0), (1, 1, 3), (2, 2, 4)]
 
 
 def test_an_agent_that_is_killed_while_idle_is_replaced_at_the_next_order(node: Node) -> None:

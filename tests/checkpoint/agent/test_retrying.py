@@ -10,7 +10,7 @@ import pytest
 
 from lakeckpt.checkpoint.agent.retrying import RetryingStorage
 from lakeckpt.errors import ConditionalPutUnsupported, ObjectChanged, ObjectExists, ObjectMissing, StorageError
-from lakeckpt.lake.storage.base import Storage, describe
+from lakeckpt.lake.storage.base import Storage, delete_all, describe
 
 CALLS: dict[str, Callable[[Storage], Any]] = {
     "list": lambda storage: storage.list("folder"),
@@ -18,6 +18,7 @@ CALLS: dict[str, Callable[[Storage], Any]] = {
     "put": lambda storage: storage.put("path", iter([b"a", b"b"])),
     "put_new": lambda storage: storage.put_new("path", b"data"),
     "delete": lambda storage: storage.delete("path"),
+    "delete_all": lambda storage: delete_all(storage, ["path", "other"]),
 }
 
 
@@ -49,6 +50,9 @@ class Store:
 
     def delete(self, path: str) -> Any:
         return self._ask("delete", path)
+
+    def delete_all(self, paths: Any) -> Any:
+        return self._ask("delete_all", *paths)
 
 
 class Clock:

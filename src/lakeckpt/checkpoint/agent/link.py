@@ -23,6 +23,7 @@ from lakeckpt.checkpoint.agent.logs import log_path, open_log
 from lakeckpt.checkpoint.agent.orders import (
     Begin,
     Bye,
+    Documents,
     Dropped,
     Message,
     Order,
@@ -86,6 +87,7 @@ class AgentLink:
         self._pending: set[tuple[int, int]] = set()
         self._got: list[Outcome] = []
         self._unsent: deque[Message] = deque()
+        self._documents = Documents(data={})
         self._start()
         self._wait_until_ready()
 
@@ -111,6 +113,11 @@ class AgentLink:
             self._fail()
         else:
             self._send(order)
+
+    def keep(self, documents: Documents, /) -> None:
+        """Hand over what has to lie in the run before the next commit; another agent gets it, too."""
+        self._documents = documents
+        self._send(documents)
 
     def drop(self, save: Dropped, /) -> None:
         """Another rank has dropped its save: the agent stops waiting for that rank, and the outcome names the cause."""
@@ -175,6 +182,7 @@ class AgentLink:
                 os.close(trainer)
         self._child = _Child(process=process, orders=orders, outcomes=outcomes, checksummer=Checksummer(asked, answers))
         self._send(self._begin)
+        self._send(self._documents)
 
     def _start_again(self) -> None:
         self._lost = ""
@@ -217,6 +225,10 @@ class AgentLink:
         if isinstance(message, Outcome):
             self._pending.discard((message.step, message.number))
             self._got.append(message)
+            if message.slot is not None:  # another agent goes on from here
+                attempt = self._begin.attempt
+                attempt.last = attempt.parent = message.slot
+                attempt.recorded = message.step
         elif isinstance(message, Ready):
             child.is_ready = not message.kind
             if message.kind:

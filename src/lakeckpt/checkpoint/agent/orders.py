@@ -1,8 +1,8 @@
 """This module defines the messages between a trainer and its agent, and their bytes on a pipe.
 
-The trainer sends `Begin` first, then `Order` and `Dropped`, and `Bye` at the end. The agent answers `Begin` with
-`Ready` and each order with an `Outcome`. A message is a document of ``wire`` that names the release of lakeckpt that
-wrote it: both ends must be of one release. Nothing is unpickled. Imports without torch.
+The trainer sends `Begin` first, then `Documents`, `Order` and `Dropped`, and `Bye` at the end. The agent answers
+`Begin` with `Ready` and each order with an `Outcome`. A message is a document of ``wire`` that names the release of
+lakeckpt that wrote it: both ends must be of one release. Nothing is unpickled. Imports without torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lakeckpt.wire.envelope import dumps, loads
 __all__ = [
     "Begin",
     "Bye",
+    "Documents",
     "Dropped",
     "Message",
     "Order",
@@ -76,6 +77,13 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """The documents of the tables that are read now, by path: written before the next commit if they are not there."""
+
+    data: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
     """Another rank has dropped the save of an order, for ``failure`` (`lakeckpt.tracking.notes.error_to_text`)."""
 
@@ -110,8 +118,10 @@ class Bye:
     well: bool = True
 
 
-Message = Begin | Ready | Order | Dropped | Outcome | Bye
-_TYPES: dict[str, type[Message]] = {one.__name__: one for one in (Begin, Ready, Order, Dropped, Outcome, Bye)}
+Message = Begin | Ready | Documents | Order | Dropped | Outcome | Bye
+_TYPES: dict[str, type[Message]] = {
+    one.__name__: one for one in (Begin, Ready, Documents, Order, Dropped, Outcome, Bye)
+}
 
 
 def message_to_bytes(message: Message) -> bytes:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from lakeckpt.checkpoint.agent.final_save import FINAL, agree_on_final_save, final_folder
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.orders import Bye, Dropped, Message, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Bye, Documents, Dropped, Message, Order, Outcome
 from lakeckpt.checkpoint.agent.retrying import RetryingStorage
 from lakeckpt.checkpoint.arena.arena import Held
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
@@ -87,6 +87,7 @@ class Persister:
         self._changed = threading.Condition()
         self._waiting: list[Order] = []
         self._dropped: dict[tuple[int, int], str] = {}  # saves that other ranks dropped, and why
+        self._tables: list[Mapping[str, bytes]] = []  # documents of tables; all but the newest are not written yet
         self._bye: Bye | None = None
         self._order: Order | None = None  # the order under way
         self._until_s = float("inf")
@@ -99,6 +100,8 @@ class Persister:
                 assert message.number < FINAL, f"an attempt has at most {FINAL} saves: start the job again"
                 self._waiting.append(message)
                 self.ordered = max(self.ordered, message.step)
+            elif isinstance(message, Documents):
+                self._tables.append(message.data)
             elif isinstance(message, Dropped):
                 self._dropped[message.step, message.number] = message.failure
             elif isinstance(message, Bye):
@@ -216,7 +219,22 @@ class Persister:
             timeout_s=self._settings.timeout_s,
             still=partial(self._refuse_over, order),
         )
+        try:
+            self._write_documents()
+        except StorageError as error:
+            text = f"the index of a table, which a checkpoint refers to, was not written: {error}"
+            taken = save_failed(text, error)
         return self._publisher.publish(self._save_of(order), taken, talk)
+
+    def _write_documents(self) -> None:
+        """Write the documents of tables that the run lacks, before a commit refers to them."""
+        with self._changed:
+            tables = list(self._tables)
+        for path, data in {path: data for one in tables for path, data in one.items()}.items():
+            if not self._storage.list(path):
+                self._storage.put(path, [data])
+        with self._changed:
+            del self._tables[: len(tables) - 1]
 
     def _staged(self, order: Order, held: Held | Exception | None) -> StagedCut:
         """Return the cut to publish. Raises why there is none."""

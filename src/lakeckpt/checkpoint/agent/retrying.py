@@ -9,11 +9,11 @@ full or refuse this user are raised at once: the next save tries again. A repeat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from lakeckpt.errors import ObjectChanged, ObjectExists, ObjectMissing, StorageError
-from lakeckpt.lake.storage.base import Buffer, ObjectInfo, Storage, describe, is_lasting
+from lakeckpt.lake.storage.base import Buffer, ObjectInfo, Storage, delete_all, describe, is_lasting
 from lakeckpt.tracking.waiting import Waiter
 
 __all__ = ["RetryingStorage"]
@@ -61,6 +61,10 @@ class RetryingStorage:
     def delete(self, path: str) -> None:
         """See `Storage`."""
         self._tried(lambda: self._inner.delete(path))
+
+    def delete_all(self, paths: Sequence[str]) -> None:
+        """See `lakeckpt.lake.storage.base.delete_all`."""
+        self._tried(lambda: delete_all(self._inner, paths))
 
     def _tried(self, call: Callable[[], _T]) -> _T:
         pause_s = _FIRST_S

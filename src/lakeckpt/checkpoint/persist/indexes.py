@@ -10,7 +10,7 @@ The module imports without torch and starts no threads.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lakeckpt.checkpoint.failures import save_failed
@@ -79,16 +79,15 @@ def _needs_saving(storage: Storage, path: str, live: RowSelection) -> bool:
     return saved == live and (saved.expression, saved.pyarrow) != (live.expression, live.pyarrow)
 
 
-def write_documents(storage: Storage, readers: Iterable[object], *, skip: Collection[str] = ()) -> set[str]:
+def write_documents(storage: Storage, readers: Iterable[object]) -> set[str]:
     """Write the documents of ``readers`` that the run at ``storage`` lacks, before a commit refers to them.
 
-    Returns the paths of all of them. ``skip`` are paths at which the run is known to have its document. Raises
-    `SaveFailed`.
+    Returns the paths of all of them. Raises `SaveFailed`.
     """
     every = {path: one for reader in readers for path, one in documents_of(reader).items()}
     try:
         for path, one in every.items():
-            if path not in skip and not storage.list(path):
+            if not storage.list(path):
                 storage.put(path, [one.dumps()])
     except OSError as error:
         text = f"the index of a table, which a checkpoint refers to, was not written: {error}"
