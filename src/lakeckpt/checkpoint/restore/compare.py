@@ -2,7 +2,8 @@
 
 `differences` lists every missing, extra and mis-shaped entry of modules and optimizers, optimizers of another class,
 and parts of tensors that no rank saved. Of other objects, only the names are compared: such an object refuses its state
-itself. The module reads no tensor and changes no object.
+itself. So does a part of a module that loads itself (`lakeckpt.checkpoint.restore.own_loading`): `on_trial` returns the
+parts that do not fit as they are. The module reads no tensor and changes no object.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.checkpoint.format.sharing import say_ranks
+from lakeckpt.checkpoint.restore.own_loading import loads_itself, part_of
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.checkpoint.state.names import fitted, parameter_names
 from lakeckpt.checkpoint.state.optimizer_states import differences_of_states, states_in
@@ -25,7 +27,7 @@ from lakeckpt.errors import CheckpointError, CheckpointMismatch
 from lakeckpt.tracking.readers import TrackedReader
 from lakeckpt.wire.envelope import TensorRef
 
-__all__ = ["differences", "fitted_to", "has_torchs_state", "refusal"]
+__all__ = ["differences", "fitted_to", "has_torchs_state", "on_trial", "refusal"]
 
 _MOST_LINES = 40
 _BUILD_ALIKE = "Build the same objects as when it was saved, or start a run at another place"
@@ -73,7 +75,8 @@ def differences(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str
         elif saved_as_reader != (name in tracked):
             lines.append(f"{name!r} was {'' if saved_as_reader else 'not '}a tracked reader when it was saved")
         elif isinstance(objects[name], torch.nn.Module):
-            lines += _of_module(name, objects[name], here)
+            found = _of_module(name, objects[name], here)
+            lines += [line for key, line in found if key is None or part_of(objects[name], key) is None]
         elif has_torchs_state(objects[name]):
             lines += _of_optimizer(name, objects[name], here, misfits.get(name, []))
     return lines
@@ -126,24 +129,44 @@ def _refuse_unlike(objects: Mapping[str, Any], loaded: Loaded) -> None:
         raise loaded.unlike.refusal(wrong)
 
 
-def _of_module(name: str, module: torch.nn.Module, loaded: Loaded) -> list[str]:
+def on_trial(objects: Mapping[str, Any], loaded: Loaded) -> dict[str, tuple[Any, Any]]:
+    """Return name → (object, tree) for all that loads itself and does not fit as it is: parts of modules, and
+    optimizers. ``loaded`` is a result of `fitted_to`."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, one in objects.items():
+        tree = loaded.trees.get(name)
+        if isinstance(one, torch.nn.Module) and tree is not None:
+            parts = [part_of(one, key) for key, _ in _of_module(name, one, loaded) if key is not None]
+            found |= {f"{name}.{part.name}".rstrip("."): (part, part.tree(tree)) for part in parts if part is not None}
+            continue
+        judges = tree is not None and class_of(one) and has_torchs_state(one) and loads_itself(one)
+        if judges and differences_of_states(name, one, tree, loaded.specs):
+            found[name] = one, tree
+    return found
+
+
+def _of_module(name: str, module: torch.nn.Module, loaded: Loaded) -> list[tuple[str | None, str]]:
+    """Return (the entry that differs, the line that says how); None in place of the entry if no loading can help."""
     flat, tree = flatten(name, module.state_dict(), of_module=True), loaded.trees[name]
     if type(tree) is not dict:
-        return [f"{name}: the checkpoint holds a {type(tree).__name__}, not the state of a module"]
-    lines = [f"{name}: {key} is missing from the checkpoint" for key in flat.tree if key not in tree]
-    lines += [f"{name}: {key} is in the checkpoint and not in the module" for key in tree if key not in flat.tree]
+        return [(None, f"{name}: the checkpoint holds a {type(tree).__name__}, not the state of a module")]
+    lines = [(key, f"{name}: {key} is missing from the checkpoint") for key in flat.tree if key not in tree]
+    lines += [
+        (key, f"{name}: {key} is in the checkpoint and not in the module") for key in tree if key not in flat.tree
+    ]
     ties: dict[str, tuple[str, str]] = {}
     for key, live in flat.tree.items():
         saved = tree.get(key)
         if key not in tree or not (isinstance(live, TensorRef) or isinstance(saved, TensorRef)):
             continue
         if not (isinstance(live, TensorRef) and isinstance(saved, TensorRef)):
-            lines.append(f"{name}: {key} is a tensor on one side only")
+            lines.append((key, f"{name}: {key} is a tensor on one side only"))
             continue
-        lines += _of_tensor(f"{name}: {key}", flat.leaf(live.key), saved.key, loaded)
+        lines += [(key, one) for one in _of_tensor(f"{name}: {key}", flat.leaf(live.key), saved.key, loaded)]
         other, known = ties.setdefault(live.key, (key, saved.key))
         if known in loaded.specs and saved.key in loaded.specs and not _same(known, saved.key, loaded):
-            lines.append(f"{name}: {other} and {key} are one tensor in the module, and two different ones were saved")
+            text = f"{name}: {other} and {key} are one tensor in the module, and two different ones were saved"
+            lines.append((None, text))
     return lines
 
 
@@ -187,7 +210,7 @@ def _of_optimizer(name: str, one: torch.optim.Optimizer, loaded: Loaded, misfits
     was, now, tree = loaded.kinds[name], class_of(one), loaded.trees[name]
     if was not in ("", now):  # what was converted from elsewhere does not name its class
         return [f"{name}: the checkpoint holds the state of {was}, and a {now} is here"]
-    lines = misfits or differences_of_states(name, one, tree, loaded.specs)
+    lines = misfits or ([] if loads_itself(one) else differences_of_states(name, one, tree, loaded.specs))
     if lines or not loaded.wholes:
         return lines
     try:

@@ -1,12 +1,13 @@
 """This module loads a state into the live objects: small objects so that it can be undone, large ones in place.
 
-`load_small` loads readers and small objects. It keeps a copy of their old state, to which they return if one of them
-refuses on any rank. `load_in_place` loads modules, optimizers, and wrappers that refer to large live tensors in their
-state dict (the application state of torch's DCP tutorial, a container of optimizers), without a second copy of the
-tensors. What the state holds decides, not the class of its holder. Tensors are read straight into the memory of the
-live parameters, buffers and optimizer states, wherever that is contiguous in host memory. Other memory (a GPU's,
-strided) is filled by way of a buffer, for a bounded number of bytes at a time. Then every object loads its state in the
-ordinary way, so that hooks run and plain values are set: it is given its own tensors.
+`load_small` loads readers and small objects, and on trial the parts of modules that load themselves and do not fit as
+they are. It keeps a copy of their old state, to which they return if one of them refuses on any rank. `load_in_place`
+loads modules, optimizers, and wrappers that refer to large live tensors in their state dict (the application state of
+torch's DCP tutorial, a container of optimizers), without a second copy of the tensors. What the state holds decides,
+not the class of its holder. Tensors are read straight into the memory of the live parameters, buffers and optimizer
+states, wherever that is contiguous in host memory. Other memory (a GPU's, strided) is filled by way of a buffer, for a
+bounded number of bytes at a time. Then every object loads its state in the ordinary way, so that hooks run and plain
+values are set: it is given its own tensors.
 
 The caller has compared every entry (`lakeckpt.checkpoint.restore.compare.differences`). If bytes are found to be
 damaged while they are read in place, the objects hold a mixture: the caller must load another checkpoint into all of
@@ -19,6 +20,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -28,7 +30,7 @@ import torch
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.checkpoint.restore.compare import fitted_to, has_torchs_state
+from lakeckpt.checkpoint.restore.compare import fitted_to, has_torchs_state, on_trial
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.checkpoint.state.optimizer_states import fits, states_in
 from lakeckpt.checkpoint.state.shards import is_sharded, local_of, offsets_of
@@ -84,12 +86,17 @@ def _tensors_in(state: Any) -> list[torch.Tensor]:
 
 
 def load_small(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, ReaderRecord]) -> Callable[[], None]:
-    """Load the state into readers and small objects: all but what `is_large`; return what undoes it.
+    """Load the state into readers and small objects: all but what `is_large`. Of large ones, load what is `on_trial`.
+    Return what undoes it.
 
     Raises `CheckpointDamaged`, and `CheckpointMismatch` naming the object that refused; all are then as they were (a
     `DamageWarning` names one that refuses to go back).
     """
     small = [name for name, one in objects.items() if name not in readers and not is_large(one)]
+    trial = on_trial(objects, fitted_to(objects, loaded)[0])
+    objects = {**objects, **{name: one for name, (one, _) in trial.items()}}
+    loaded = replace(loaded, trees={**loaded.trees, **{name: tree for name, (_, tree) in trial.items()}})
+    small += trial
     tensors = {key: one for name in small for key, one in _tensors_for(name, objects[name], loaded).items()}
     undo: list[tuple[str, Callable[[], None]]] = []
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["canonical_names", "fitted", "named_state", "numbered", "parameter_names"]
+__all__ = ["canonical_names", "fitted", "named_state", "numbered", "parameter_names", "without_marks"]
 
 _Keys = Sequence[Sequence[Any]]
 _MARKS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -42,10 +42,12 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _stripped(name: str) -> str:
-    parts = name.split(".")
-    if len(parts) == 1:
-        return name
-    return ".".join(part for part in parts if part not in _MARKS) or name
+    return without_marks(name) if "." in name and without_marks(name) else name
+
+
+def without_marks(name: str) -> str:
+    """Return the name of a submodule without the marks of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _MARKS)
 
 
 def parameter_names(objects: Mapping[str, Any]) -> dict[int, str]:
