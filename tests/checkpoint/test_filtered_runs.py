@@ -8,9 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from lakeckpt import LakeDataset, LakeLoader, pack
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.explain import explain
 from lakeckpt.checkpoint.ledger.verify import verify
@@ -21,6 +23,7 @@ from lakeckpt.errors import CheckpointDamaged, SchemaError, StateMismatch
 from lakeckpt.reading.filters.count import count_rows
 from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
+from lakeckpt.reading.packed.packing import count_tokens
 from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.checkpoint.scripts import Script, write_table
 
@@ -259,3 +262,28 @@ def broken(script: Script) -> Any:
 
     loader.dataset._versions.at_hand.selecting.get = fail  # type: ignore[method-assign, union-attr, assignment]
     return loader
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_a_packed_run_counts_its_filter_and_its_tokens_once_and_never_at_a_restart(
+    filtered: bool, tmp_path: Path, counts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = pa.table({"id": range(100), "tokens": [[1, 2, 3]] * 100})
+    pq.write_table(content, tmp_path / "a.parquet", row_group_size=20, write_statistics=False)
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        counts.append("tokens")
+        return count_tokens(*arguments, **options)
+
+    monkeypatch.setattr(selecting, "count_tokens", noted)
+    storage = MemoryStorage()
+    for done in (0, 3, 6):
+        rows = LakeDataset(tmp_path, batch_size=1, filters=[("id", "<", 90)] if filtered else None)
+        loader = LakeLoader(pack(rows, length=16))
+        saver = manager(storage, {"reader": loader})
+        assert saver.restore() == done
+        for _, batch in zip(range(3), loader, strict=False):
+            saver.step(batch)
+        saver.save()
+        saver.close()
+        assert len(counts) == 1 + filtered

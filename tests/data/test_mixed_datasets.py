@@ -445,3 +445,31 @@ def test_a_mixture_is_read_in_this_process_without_a_loader(lake: Path) -> None:
 
 def test_the_public_names() -> None:
     assert {"mix", "MixedReceipt"} <= set(lakeckpt.__all__)
+
+
+def test_a_batch_of_a_mixture_holds_no_memory_of_other_batches(lake: Path) -> None:
+    for batch in take(LakeLoader(mixed(sources_of(lake))), 20):
+        for column in batch.values():
+            if isinstance(column, torch.Tensor):
+                assert column.untyped_storage().nbytes() == column.nbytes
+
+
+@pytest.mark.parametrize("granularity", ["row", "batch"])
+def test_packed_sources_of_other_types_of_tokens_are_refused_when_they_are_mixed(
+    tmp_path: Path, granularity: Any
+) -> None:
+    sources = {}
+    for name, kind in (("a", pa.int32()), ("b", pa.int64())):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"tokens": pa.array([[1, 2, 3]] * 9, pa.list_(kind))}), tmp_path / name / "0.parquet")
+        sources[name] = (pack(LakeDataset(tmp_path / name, batch_size=2), length=4), 1.0)
+    with pytest.raises(errors.SchemaError, match="sources 'a' and 'b' is int32 without labels and int64"):
+        mix(sources, granularity=granularity)
+
+
+def test_a_source_of_which_nothing_is_read_is_named(lake: Path) -> None:
+    web, code = (LakeDataset(lake / name, batch_size=8, rank=0, world_size=1) for name in ("web", "code"))
+    none = LakeDataset(lake / "code", batch_size=8, filters=[("id", "<", -5)], rank=0, world_size=1)
+    for sources in ({"web": (web, 1.0), "none": (none, 1.0)}, {"none": (none, 1.0), "code": (code, 1.0)}):
+        with pytest.raises(errors.ConfigError, match=r"source 'none' of the mixture cannot be read: .* keeps none"):
+            next(iter(LakeLoader(mix(sources))))

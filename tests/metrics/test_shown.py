@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import lakeckpt
 from lakeckpt import LakeDataset, LakeLoader
 from lakeckpt.errors import ConfigError
-from lakeckpt.metrics import METRICS, Collector, export, log, serve
+from lakeckpt.metrics import METRICS, Collector, export, log, open_telemetry, serve
 from lakeckpt.metrics.open_telemetry import instrument_name
 from tests.checkpoint.rig import manager, train_step, training
 from tests.lakes import LakeSpec
@@ -108,3 +110,29 @@ def test_names_in_opentelemetry_become_those_of_prometheus() -> None:
 
 def test_the_module_is_public() -> None:
     assert set(lakeckpt.metrics.__all__) >= {"serve", "export", "log", "read", "readings", "METRICS"}
+
+
+def test_all_instruments_of_a_collection_show_one_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(open_telemetry, "readings", lambda: read.append(1) or [])
+    monkeypatch.setattr(open_telemetry, "_LASTS_S", float("inf"))
+    collection = open_telemetry._Collection()
+    for count in (1, 2, 3):
+        for metric in METRICS:
+            assert collection.readings(metric) == []
+        assert len(read) == count
+
+
+def test_a_port_that_is_taken_is_a_warning_and_the_default_is_this_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(port: int, host: str, registry: Any) -> Any:
+        assert host == "127.0.0.1"
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    client = types.SimpleNamespace(
+        start_http_server=taken, CollectorRegistry=lambda: types.SimpleNamespace(register=lambda one: None)
+    )
+    monkeypatch.setattr("lakeckpt.metrics.prometheus._client", lambda: client)
+    with pytest.warns(UserWarning, match=r"127\.0\.0\.1:9400: Address already in use.*port \+ local rank"):
+        endpoint = serve(9400)
+    with endpoint:
+        assert endpoint.port == 0

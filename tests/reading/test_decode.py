@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
 import os
 import tempfile
@@ -396,3 +397,19 @@ def test_memory_that_runs_out_says_where(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(MemoryError) as e:
         decoder.decode(0, 0, 1)
     assert e.value.__notes__ == ["while decoding row group 0 of 'a.parquet' (4 rows)"]
+
+
+def test_a_process_without_file_descriptors_left_is_told_to_raise_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "a.parquet")
+    decoder = RowGroupDecoder(open_table(tmp_path))
+
+    def no_file(path: str) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pa, "OSFile", no_file)
+        with pytest.raises(StorageError, match=r"no file descriptor is left to open 'a\.parquet'.*ulimit -n"):
+            decoder.decode(0, 0, 2)
+    assert decoder.decode(0, 0, 2).num_rows == 2

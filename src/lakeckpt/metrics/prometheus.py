@@ -7,8 +7,10 @@ an endpoint of its own registers a `Collector` instead. The library is imported 
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
@@ -43,15 +45,16 @@ class Collector:
 class Endpoint:
     """A server that `serve` has started."""
 
-    def __init__(self, server: Any, thread: threading.Thread) -> None:
+    def __init__(self, server: Any, thread: threading.Thread | None) -> None:
         self._server, self._thread = server, thread
-        _served.add(self)
-        self.port: int = server.server_port
-        """The port on which it listens."""
+        if server is not None:
+            _served.add(self)
+        self.port: int = 0 if server is None else server.server_port
+        """The port on which it listens; 0: the port was taken, and nothing is served."""
 
     def close(self) -> None:
         """Stop the server, and return when its thread has ended. It may be called again."""
-        if self._thread.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             self._server.shutdown()
             self._thread.join()
             self._server.server_close()
@@ -76,14 +79,15 @@ def _close_copies() -> None:
 os.register_at_fork(after_in_child=_close_copies)
 
 
-def serve(port: int = 0, *, host: str = "0.0.0.0") -> Endpoint:
+def serve(port: int = 0, *, host: str = "127.0.0.1") -> Endpoint:
     """Serve the metrics of this process on ``http://host:port/metrics``, for Prometheus to scrape.
 
     Each rank is a process with metrics of its own: give each a port, such as 9400 + local rank. ``port`` 0: any free
-    port (`Endpoint.port`). The server ends with the process, or with `Endpoint.close`; a ``with`` closes it, too.
+    port (`Endpoint.port`). The server ends with the process, or with `Endpoint.close`; a ``with`` closes it, too. It
+    listens on this node alone, unless ``host`` names another address of it; ``"0.0.0.0"``: all of them.
 
-    Raises `ConfigError` where prometheus_client is not installed, for a port that is none, and where the port cannot be
-    had, because another process listens on it.
+    If another process listens on the port, training goes on: a warning says so, and `Endpoint.port` is 0. Raises
+    `ConfigError` if prometheus_client is not installed, for a port that is none, and for a host that is not this node.
     """
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
         raise ConfigError(f"a port is an integer from 0 to 65535, and 0 takes any free one, got {port!r}")
@@ -93,10 +97,14 @@ def serve(port: int = 0, *, host: str = "0.0.0.0") -> Endpoint:
     try:
         server, thread = client.start_http_server(port, host, registry)
     except OSError as error:
-        raise ConfigError(
+        what = (
             f"metrics cannot be served on {host}:{port}: {error.strerror or error}. Each rank needs a port of its own, "
             "such as port + local rank; 0 takes any free one"
-        ) from error
+        )
+        if error.errno != errno.EADDRINUSE:
+            raise ConfigError(what) from error
+        warnings.warn(what, UserWarning, stacklevel=2)
+        return Endpoint(None, None)
     return Endpoint(server, thread)
 
 

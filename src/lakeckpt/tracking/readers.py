@@ -112,9 +112,10 @@ class VersionedReader(Protocol):
 
 
 def versions_of(reader: object) -> list[tuple[Any, Any | None]]:
-    """(index, row selection or None) of each table version that ``reader`` reads; empty where it names none."""
+    """(index, row selection or None) of each table version that ``reader`` reads; empty if it names none. A version
+    has two selections if a filter chooses the documents that are packed."""
     if isinstance(reader, VersionedReader):
-        return [(one.table.index, one.selection) for one in reader.versions]
+        return [(one.table.index, found) for one in reader.versions for found in one.selections]
     index = index_of(reader)
     return [] if index is None else [(index, selection_of(reader))]
 

@@ -39,21 +39,28 @@ def documents_of(reader: object) -> Mapping[str, Document]:
 
 
 def filtered(readers: Iterable[object]) -> list[Any]:
-    """Return the ``readers`` that have a filter."""
-    return [one for one in readers if getattr(one, "row_filter", None) is not None and index_of(one) is not None]
+    """Return the ``readers`` that have a filter or pack documents."""
+    return [one for one in readers if _counted(one) and index_of(one) is not None]
+
+
+def _counted(reader: object) -> int:
+    """Return how many selections are counted to read: the rows of a filter, and packed tokens."""
+    return sum(getattr(reader, name, None) is not None for name in ("row_filter", "packing"))
 
 
 def offer(storage: Storage, reader: Any) -> bool:
-    """Offer to ``reader``, which has a filter, the selections that the run at ``storage`` has saved of its table.
+    """Offer to ``reader``, one of `filtered`, the selections that the run at ``storage`` has saved of its table.
 
-    Returns whether it took one: a reader takes only what the same expression and the same pyarrow counted. Damaged
+    Returns whether it needs no more: a reader takes only what the same expression and the same pyarrow counted. Damaged
     selections are skipped, and the reader counts again.
     """
+    wanted = _counted(reader)
     folder = f"{INDEX}/{index_of(reader).digest}/"  # type: ignore[union-attr]
     saved = [info for info in storage.list(folder.rstrip("/")) if info.path.startswith(folder)]
     for info in sorted(saved, key=lambda one: (one.mtime_ns or 0, one.path), reverse=True):
         with contextlib.suppress(WireError, ObjectMissing, ValueError):
-            if reader.offer_selection(RowSelection.loads(storage.read(info.path))):
+            wanted -= bool(reader.offer_selection(RowSelection.loads(storage.read(info.path))))
+            if not wanted:
                 return True
     return False
 

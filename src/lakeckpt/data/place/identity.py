@@ -74,6 +74,12 @@ class Pinned:
         """The rows that the filter keeps, counted if need be; None without a filter."""
         return None if self.selecting is None else self.selecting.get()
 
+    @property
+    def selections(self) -> tuple[RowSelection | None, ...]:
+        """All that is counted to read: `selection`, and the rows that a filter keeps of documents that are packed."""
+        kept = None if self.packing is None or self.selecting is None else self.selecting.kept
+        return (self.selection, *(() if kept is None else (kept[1],)))
+
     def offer(self, found: RowSelection) -> bool:
         """Take a saved selection instead of counting; return whether it was needed, and is of this version."""
         return self.selecting is not None and self.selecting.offer(found)

@@ -62,6 +62,13 @@ class MixedProgress:
         """The identity of the first source's order."""
         return self.sources[0].identity
 
+    @staticmethod
+    def _identity_of(name: str, source: Progress) -> Identity:
+        try:
+            return source.identity
+        except ConfigError as error:
+            raise ConfigError(f"source {name!r} of the mixture cannot be read: {error}") from error
+
     @property
     def epoch(self) -> int:
         """0: sources count their epochs themselves."""
@@ -144,7 +151,7 @@ class MixedProgress:
         )
         check_lanes(lanes)
         topology = {"num_lanes": lanes, "batch_size": self._batch_size, "world_size": world_size}
-        identities = tuple(one.identity for one in self.sources)
+        identities = tuple(map(self._identity_of, self.mixing.names, self.sources))
         # Where a restore has loaded the states of some sources only, the others are new.
         read = {number: one for number, one in known.items() if not is_unread(one)}
         if read and len(read) < len(self.sources):

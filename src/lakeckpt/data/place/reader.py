@@ -23,6 +23,7 @@ from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
+from lakeckpt.reading.packed.packing import Packing
 
 if TYPE_CHECKING:
     from lakeckpt.data.dataset import LakeDataset
@@ -52,6 +53,11 @@ class LoaderReader:
     def row_filter(self) -> RowFilter | None:
         """The filter; None: every row is read."""
         return self._dataset.row_filter
+
+    @property
+    def packing(self) -> Packing | None:
+        """How documents are packed; None: rows are read."""
+        return self._dataset.packing
 
     @property
     def num_workers(self) -> int:

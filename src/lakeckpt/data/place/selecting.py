@@ -75,6 +75,8 @@ class Selecting:
         expression, or by another release of pyarrow.
         """
         index = self.table.index
+        if self._rows is not None and self._rows.offer(found):
+            return True
         if self._found is not None or found.table != index.digest or not found.was_counted_by(self):
             return False
         found.check(table=index.digest, existing=index.group_rows)

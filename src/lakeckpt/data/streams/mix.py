@@ -22,6 +22,7 @@ from lakeckpt.data.transform import CarriedRows
 from lakeckpt.errors import ConfigError, SchemaError
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.packed.packing import dtype_of
 from lakeckpt.reading.windows.decode import select_columns
 
 __all__ = ["MixedDataset", "mix"]
@@ -210,15 +211,20 @@ def _check_alike(datasets: Mapping[str, LakeDataset]) -> None:
             _check_columns(pair, first, one)
 
 
+def _delivered(one: LakeDataset) -> str:
+    """Return what the tokens of a packed dataset are delivered as."""
+    if one.packing is None:
+        return ""
+    labels = "with" if one.packing.labels else "without"
+    return f"{dtype_of(one.table.schema.field(one.packing.column).type)} {labels} labels"
+
+
 def _check_columns(pair: str, first: LakeDataset, other: LakeDataset) -> None:
     mine, its = (
         {field.name: field.type for field in select_columns(one.table.schema, one.columns)} for one in (first, other)
     )
     if first.packing is not None or other.packing is not None:
-        mine, its = (
-            {str(one.packing): "with labels" if one.packing and one.packing.labels else "without labels"}
-            for one in (first, other)
-        )
+        mine, its = ({str(one.packing): _delivered(one)} for one in (first, other))
     if mine.keys() != its.keys():
         raise SchemaError(f"{pair} have the columns {sorted(mine)} and {sorted(its)}: name the same in columns=")
     for name, kind in mine.items():

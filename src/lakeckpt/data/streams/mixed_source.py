@@ -286,9 +286,15 @@ def _array(parts: Sequence[npt.NDArray[Any]], rows: Sequence[Int64Array], size: 
 
 
 def _rows_of(column: Any, start: int, stop: int) -> Any:
-    """Return rows [start, stop) of a column, as views."""
+    """Return rows [start, stop) of a column, as views. A tensor is made of its own rows, as torch saves all of what a
+    tensor is a view of."""
     if isinstance(column, dict):
         return {name: _rows_of(one, start, stop) for name, one in column.items()}
+    if isinstance(column, torch.Tensor):
+        return torch.from_numpy(column.numpy()[start:stop])
+    if isinstance(column, Ragged) and isinstance(column.offsets, torch.Tensor):
+        arrays: Any = column.map_arrays(lambda tensor: tensor.numpy())
+        return arrays[start:stop].map_arrays(torch.from_numpy)
     return column[start:stop]
 
 

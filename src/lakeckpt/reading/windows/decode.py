@@ -14,6 +14,7 @@ Threads may share a decoder.
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable, Sequence, Set
 from functools import partial
 from typing import Any
@@ -183,6 +184,14 @@ class RowGroupDecoder:
             rows = int(index.stored_rows[group])
             error.add_note(f"while decoding row group {inside} of {index.paths[ordinal]!r} ({rows} rows)")
             raise
+        except OSError as error:
+            if not {errno.EMFILE, errno.ENFILE} & {getattr(one, "errno", None) for one in (error, error.__cause__)}:
+                raise
+            raise StorageError(
+                f"no file descriptor is left to open {index.paths[ordinal]!r}: each source of a mixture keeps up to 16 "
+                "local files open in each process. Raise the limit (`ulimit -n 65536`, LimitNOFILE= of systemd, or "
+                "--ulimit nofile of a container), mix fewer sources, or write them as fewer files"
+            ) from error
         stored = pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
         surviving = index.surviving(group)
         return stored if surviving is None else stored.filter(pa.array(surviving))
