@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state
 from lakeckpt.checkpoint.async_save import Background
+from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
 from lakeckpt.checkpoint.failures import note_stop
@@ -196,12 +197,12 @@ class CheckpointManager:
         )
         done, attempt, self._report = restorer.restore()
         # If one rank cannot begin, none does: the others would wait for it at the first save.
-        Together(self._exchange).do(lambda: self._begin(done, attempt))
+        note_sharing(Together(self._exchange).do(lambda: self._begin(done, attempt)), self._tracks)
         self._preemption.start(done, has_agent=self._place is not None)
         return done
 
-    def _begin(self, done: int, attempt: Attempt) -> None:
-        """Begin to count steps, and to capture, after a restore."""
+    def _begin(self, done: int, attempt: Attempt) -> Mapping[str, str]:
+        """Begin to count steps, and to capture, after a restore. Returns facts for `note_sharing`."""
         self._step, self._reporter.saved_step = done, attempt.recorded
         self._tracks.update(tracks_of(self._objects, attempt.number))
         objects = {name: one for name, one in self._objects.items() if name not in self._tracks}
@@ -224,6 +225,7 @@ class CheckpointManager:
         self._schedule.start(done)
         self._counters.begin(done, attempt.recorded, self._report.restored if self._report else None)
         self._uncount = RUNS.follow(self, self._counters)
+        return sharing_facts(objects, self._tracks, self._exchange.world_size)
 
     def step(self, batch: Any = None, *, metric: float | None = None) -> None:
         """Count an optimizer step, and save if the policy says so. Call it on every rank after each optimizer step,

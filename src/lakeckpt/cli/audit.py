@@ -1,6 +1,6 @@
 """This module runs ``lakeckpt audit RUN``: it prints the proof, or the reasons against a proof.
 
-The exit status is 0 for PROVED, 1 for NOT PROVED, 3 for PROVED OF WHAT WAS DELIVERED, and 2 if the audit failed.
+The exit status is that of the verdict (`lakeckpt.checkpoint.ledger.report.EXIT_STATUS`), and 2 if the audit failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ _COUNTS = ("once", "lost", "repeated", "again", "dropped", "left", "before")
 _ALWAYS = ("once", "lost", "repeated")
 _HEADS = {"again": "to repeat", "left": "to come", "before": "before"}
 _GROUPS = 6
-_WORDS = {"proved": "PROVED", "delivered": "PROVED OF WHAT WAS DELIVERED", "not proved": "NOT PROVED"}
 _ENDS = {
     "short": "the last batches of an epoch may be smaller",
     "carry": "a growing table is followed, and rows that fill no step are part of the next tranche",
@@ -65,8 +64,8 @@ def _show(report: AuditReport, place: str, *, every: bool) -> None:
     for doubt in report.every_doubt:
         print(f"unknown: {doubt}")
     print()
-    print(f"{_WORDS[report.verdict]}  {report.words}")
-    for reader in report.readers if report.verdict == "delivered" else ():
+    print(f"{report.headline}  {report.words}")
+    for reader in report.readers if report.verdict != "not proved" else ():
         if reader.inferred:
             print(
                 f"note: {reader.inferred} called manager.step() without the batch that the step used: that steps used "

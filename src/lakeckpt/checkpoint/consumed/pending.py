@@ -68,14 +68,15 @@ def joined(pending: Sequence[PendingRecord], *, others: tuple[Basis, str] = ("st
     """Return one record of all ``pending``; ``others`` is the weakest basis of other ranks."""
     basis, reason = others
     stretches = (stretch for one in pending for stretch in one.record.stretches)
-    return ReaderRecord(
-        state=pending[-1].record.state,
+    return replace(
+        pending[-1].record,
         stretches=tuple(
             replace(stretch, basis=basis, reason=reason) if BASES.index(stretch.basis) < BASES.index(basis) else stretch
             for stretch in stretches
         ),
         steps=StepRecord(runs=tuple(run for one in pending for run in one.record.steps.runs)),
-        index=pending[-1].record.index,
+        is_repeated=any(one.record.is_repeated for one in pending),
+        has_others=any(one.record.has_others for one in pending),
     )
 
 

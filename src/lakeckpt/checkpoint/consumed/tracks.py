@@ -52,6 +52,8 @@ class ReaderTrack:
         self._at: Receipt | None = None  # the last receipt that was consumed since the mark; None: nothing was
         self.delivered = 0
         """How many batches (or rows) the reader had delivered at the last step, if it counts them."""
+        self.shared, self.is_repeated, self.has_others = 1, False, False
+        """As in `ReaderRecord`."""
 
     def taken(self) -> Given | None:
         """Return the deliveries since the last step; None if the reader does not count them."""
@@ -153,6 +155,9 @@ class ReaderTrack:
             ),
             steps=self._recorder.record(step),
             index=self._index_of(state),
+            shared=self.shared,
+            is_repeated=self.is_repeated,
+            has_others=self.has_others,
         )
         return PendingRecord(first=first, step=step, record=record)
 
@@ -207,7 +212,11 @@ class Journal:
         return {name: (*self._closed[name], track.pending(self._from, step)) for name, track in self._tracks.items()}
 
     def handed_over(self, pending: Pending, step: int) -> None:
-        """Record that the ``pending`` records of the last cut were handed over: new records begin at ``step``."""
+        """Record that the ``pending`` records of the last cut were handed over: new records begin at ``step``.
+
+        All ranks call it at each save, before anything that may fail on one of them: a commit joins the records of a
+        flow only if they lie between the same steps on all ranks.
+        """
         for name, track in self._tracks.items():
             track.handed_over(step, pending[name][-1].record.state)
             self._closed[name] = list(pending[name])

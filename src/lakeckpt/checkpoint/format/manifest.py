@@ -82,6 +82,12 @@ class ReaderRecord:
     """The frontiers after each optimizer step since the parent."""
     index: str | None = None
     """Digest (hex) of the footer index of its table: ``index/<digest>.lkc``."""
+    shared: Positive = 1
+    """How many ranks read each row: 1, or the ranks of a model-parallel group."""
+    is_repeated: bool = False
+    """True if the ranks that read the same rows train replicas of one model, so that each row is trained by each."""
+    has_others: bool = False
+    """True if a loader that is in no state delivered rows in training beside this reader."""
 
     def consumed(self) -> dict[int, Intervals]:
         """epoch → the positions consumed since the parent."""

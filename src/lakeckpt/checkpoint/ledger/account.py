@@ -110,6 +110,9 @@ class _Account:
             self._audit_epoch(epoch, origin, tip, known)
             if self._epochs and self._epochs[-1].epoch == epoch:
                 self._list_excluded(epoch, tip)
+        if not self._epochs and (rows := tip.identity.rows_of(tip.epoch)):  # a source that was never read is named
+            counts = dict.fromkeys(("once", "repeated", "again", "surplus", "lost", "dropped", "before"), 0)
+            self._epochs.append(EpochAudit(epoch=tip.epoch, status="in progress", rows=rows, left=rows, **counts))
 
     def _list_excluded(self, epoch: int, tip: AnyState) -> None:
         order = self._orders.get(order_name(self._identity_of(epoch, tip)))
