@@ -32,8 +32,8 @@ _SEAMS = (
     "sync_gradients",
     "scaler",
     "distributed_type",
-    "unwrap_model(model)",
-    "register_load_state_pre_hook(hook)",
+    "unwrap_model()",
+    "register_load_state_pre_hook()",
 )
 
 _DIVIDED = {DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA}

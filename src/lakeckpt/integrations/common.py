@@ -59,7 +59,7 @@ class Framework:
         """Raise `ConfigError` for the first of ``seams`` that ``owner`` lacks.
 
         A seam is a path of attributes, such as ``"fit_loop.epoch_loop"``. A path that ends with parentheses is a method
-        that takes the parameters in them: ``"setup_data()"``, ``"state_dict(prefix)"``.
+        that takes the parameters in them by name: ``"setup_data()"``, ``"state_dict(prefix)"``.
         """
         name = owner.__name__ if isinstance(owner, type) else type(owner).__name__
         for seam in seams:

@@ -52,7 +52,7 @@ _SEAMS = (
     "fit_loop._data_source.dataloader()",
     "fit_loop._combined_loader",
     "fit_loop.epoch_progress.state_dict()",
-    "fit_loop.load_state_dict(state_dict)",
+    "fit_loop.load_state_dict()",
     "fit_loop.on_iteration_done()",
     "fit_loop.epoch_loop.state_dict(prefix)",
     "fit_loop.epoch_loop.on_iteration_done()",

@@ -71,8 +71,8 @@ class CheckpointManager(manager.CheckpointManager):
     """
 
     def __init__(self, state: Mapping[str, Any], *, uri: str | PathLike[str] | None = None, **options: Any) -> None:
-        _RAY.check(ray.train, "get_context()", "get_checkpoint()", "report(metrics, checkpoint)")
-        _RAY.check(ray.train.Checkpoint, "from_directory(path)", "as_directory()")
+        _RAY.check(ray.train, "get_context()", "get_checkpoint()", "report(checkpoint)")
+        _RAY.check(ray.train.Checkpoint, "from_directory()", "as_directory()")
         storage = _storage_of_job()
         _RAY.check(storage, "storage_filesystem.type_name", "experiment_fs_path")
         self._uri = _uri_in(storage) if uri is None else fspath(uri)

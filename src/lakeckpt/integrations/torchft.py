@@ -37,12 +37,12 @@ __all__ = ["LakeReplica"]
 _SEAMS = (
     "_use_async_quorum",
     "_quorum_future",
-    "register_state_dict_fn(key, load_state_dict, state_dict)",
+    "register_state_dict_fn()",
     "participating_rank()",
     "num_participants()",
     "current_step()",
     "state_dict()",
-    "load_state_dict(state_dict)",
+    "load_state_dict()",
 )
 
 _KEY = "torchft"

@@ -35,8 +35,8 @@ __all__ = ["LakeTrainer"]
 _METHODS = (
     "set_initial_training_values()",
     "create_scheduler(num_training_steps, optimizer)",
-    "training_step(model, inputs)",
-    "log(logs)",
+    "training_step()",
+    "log()",
     "_run_epoch(epoch, steps_in_epoch, num_update_steps_per_epoch)",
     "_maybe_log_save_evaluate()",
     "_finalize_training()",
