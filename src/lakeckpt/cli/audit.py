@@ -15,7 +15,7 @@ from lakeckpt.progress import progress_bar
 
 __all__ = ["add_arguments", "run"]
 
-_COUNTS = ("once", "lost", "repeated", "again", "dropped", "left", "before")
+_COUNTS = ("once", "excluded", "lost", "repeated", "again", "dropped", "left", "before")
 _ALWAYS = ("once", "lost", "repeated")
 _HEADS = {"again": "to repeat", "left": "to come", "before": "before"}
 _GROUPS = 6
@@ -88,8 +88,7 @@ def _show_reader(reader: ReaderAudit, *, every: bool) -> None:
         table.add_row(span, first.status, first.rows, *(getattr(first, name) for name in shown))
     print(table)
     for one in reader.excluded if every else reader.excluded[:_GROUPS]:
-        rows = format_count(one.rows, "row")
-        print(f"excluded: {rows} of row group {one.row_group} of {one.file!r} in epoch {one.epoch}")
+        print(f"excluded: {one.words}")
     if not every and len(reader.excluded) > _GROUPS:
         print(f"… and {len(reader.excluded) - _GROUPS:,} more (--all lists them)")
     for note in reader.notes:

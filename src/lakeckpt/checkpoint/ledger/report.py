@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 from lakeckpt.checkpoint.consumed.rows import GroupRows
+from lakeckpt.checkpoint.format.manifest import ExcludedFor
 
 __all__ = [
     "EXIT_STATUS",
@@ -84,9 +85,12 @@ class EpochAudit:
     """Rows that are not consumed yet."""
     before: int
     """Rows that the reader's first state claims as consumed before the record begins."""
+    excluded: int = 0
+    """Rows consumed once that trained nothing, on record. Excluded row groups of the table are not in ``rows``."""
 
     def __post_init__(self) -> None:
         total = self.once + self.repeated + self.again + self.lost + self.dropped + self.left + self.before
+        total += self.excluded
         assert total == self.rows, f"epoch {self.epoch}: {total} of {self.rows} rows accounted for"
 
 
@@ -120,14 +124,33 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExcludedRows:
-    """Rows of one row group that an epoch skipped, because ``exclude`` of `lakeckpt.open_table` names the row group."""
+    """Rows of one row group that trained nothing in an epoch, and why."""
 
     epoch: int
+    reason: ExcludedFor
     file: str
+    """Empty if the rows cannot be named: packed sequences, or rows of a table whose index cannot be read."""
     row_group: int
-    """Its ordinal in the file."""
+    """Its ordinal in the file; -1 if the rows cannot be named."""
     rows: int
-    """The number of its rows that had not been consumed before; this includes rows that a filter would have dropped."""
+    """"damaged": the rows of the row group that had not been consumed before; this includes rows that a filter would
+    have dropped. Else: the rows (packed: sequences) that the reader consumed."""
+    ranges: tuple[tuple[int, int], ...] = ()
+    """Half-open, in the row group, as `GroupRows` counts them; empty: the whole row group, or not known."""
+    step: int | None = None
+    """The optimizer step with which they count as consumed; None: they were never delivered."""
+    rank: int | None = None
+    """The data-parallel rank to which they were dealt; None: they were never delivered."""
+
+    @property
+    def words(self) -> str:
+        """The rows as one line."""
+        where = f" of row group {self.row_group} of {self.file!r}" if self.file else ""
+        ranges = ", ".join(f"{start:,}–{stop - 1:,}" for start, stop in self.ranges[:8])
+        more = f" ({ranges}{', …' if len(self.ranges) > 8 else ''})" if ranges else ""
+        since = "" if self.step is None else f", before or at step {self.step:,} on rank {self.rank}"
+        rows = f"{self.rows:,} row{'' if self.rows == 1 else 's'}"
+        return f"{self.reason}: {rows}{where}{more} in epoch {self.epoch}{since}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +169,7 @@ class ReaderAudit:
     doubts: tuple[str, ...]
     notes: tuple[str, ...] = ()
     excluded: tuple[ExcludedRows, ...] = ()
-    """The excluded rows, by epoch and row group."""
+    """The excluded rows, by epoch, step and row group."""
     inferred: str = ""
     """How many attempts did not state which rows their steps used, so that this is inferred; empty if none."""
 
@@ -250,8 +273,9 @@ class AuditReport:
 
     @property
     def excluded(self) -> int:
-        """Rows of excluded row groups, over all readers and epochs."""
-        return sum(one.rows for reader in self.readers for one in reader.excluded)
+        """Excluded rows, over all readers and epochs: those that trained nothing, and those of excluded row groups."""
+        never = sum(one.rows for reader in self.readers for one in reader.excluded if one.step is None)
+        return self._sum("excluded") + never
 
     def _sum(self, name: str) -> int:
         return sum(getattr(epoch, name) for reader in self.readers for epoch in reader.epochs)
@@ -262,7 +286,8 @@ class AuditReport:
         done = f"{self.checkpoints:,} checkpoint{'' if self.checkpoints == 1 else 's'} up to step {self.step:,}"
         if self.verdict != "not proved":
             dropped = f", {self._sum('dropped'):,} dropped on purpose" if self._sum("dropped") else ""
-            excluded = f", {self.excluded:,} excluded" if self.excluded else ""
+            reasons = sorted({one.reason for reader in self.readers for one in reader.excluded})
+            excluded = f", {self.excluded:,} excluded ({', '.join(reasons)})" if self.excluded else ""
             counted = "were delivered" if any(one.inferred for one in self.readers) else "counted"
             since = f"; the rows of the first {self.from_step:,} steps were not recorded" if self.from_step else ""
             once = f"{self._sum('once'):,} rows {counted} exactly once"

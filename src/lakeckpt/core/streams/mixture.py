@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 
+from lakeckpt.core.hashing import derive_key
 from lakeckpt.core.lanes import Rest, turns
 from lakeckpt.core.plan import Plan, replan, start
 from lakeckpt.core.state import Identity, ReaderState, Segment
@@ -133,6 +134,10 @@ class MixedPlan:
         return self._plans[number]
 
     @cached_property
+    def _reader(self) -> str:
+        return f"{derive_key(' '.join(one.identity.digest for one in self.state.sources))[0]:016x}"
+
+    @cached_property
     def _first(self) -> int:
         return self.source(0).deal.first
 
@@ -213,6 +218,7 @@ class MixedPlan:
             world_size=segment.world_size,
             rows=segment.batch_size,
             spans=tuple((names[part.source], part.spans) for part in parts),
+            reader=self._reader,
             last=self.is_last and self.steps == step + 1,
         )
         return MixedAssignment(

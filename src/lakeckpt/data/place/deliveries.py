@@ -54,6 +54,8 @@ class Deliveries:
         self._primed: int | None = None
         self._name: str | None = None
         self._steps = 0
+        self.run = 0
+        """How many managers have tracked the loader."""
         self._in_training = 0
         """How many batches came while a model was trained, and no manager saved the place of the loader."""
 
@@ -89,11 +91,14 @@ class Deliveries:
         """Note that the loop saw the end of the rows."""
         self._over = True
 
-    def begin_run(self, name: str) -> None:
-        """Note that a manager tracks the loader as ``name`` from now on: earlier deliveries are not of its run."""
+    def begin_run(self, name: str) -> int:
+        """Note that a manager tracks the loader as ``name`` from now on: earlier deliveries are not of its run. Returns
+        the number of this run, which ``run`` is until another manager takes the loader."""
         self._primed = None if self._over else self._iteration
         self.take()
         self._name, self._steps = name, 0
+        self.run += 1
+        return self.run
 
     def saved(self) -> None:
         """Note that there is nothing to warn of: the place of the loader is saved without tracking, or never."""
