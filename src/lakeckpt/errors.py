@@ -42,6 +42,8 @@ stable, machine-readable name::
         ├── ObjectMissing                                                                     (FileNotFoundError)
         ├── ObjectChanged      it is not the object that was listed
         └── ConditionalPutUnsupported   the store cannot commit atomically: use another
+
+`UntestedVersionWarning` is the warning of `lakeckpt.integrations`.
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ __all__ = [
     "TrackingError",
     "UnannouncedChange",
     "UnsupportedValue",
+    "UntestedVersionWarning",
     "WireDamaged",
     "WireError",
     "WorkerDied",
@@ -281,6 +284,10 @@ class ObjectChanged(StorageError, kind="object_changed"):
 
 class ConditionalPutUnsupported(StorageError, kind="conditional_put_unsupported"):
     """The store cannot put an object only where there is none."""
+
+
+class UntestedVersionWarning(UserWarning):
+    """A framework is installed in a version that the tests of its integration did not run with."""
 
 
 def error_of(kind: str, text: str, *, otherwise: type[LakeckptError]) -> LakeckptError:

@@ -113,16 +113,18 @@ def fit(
     module: Any = None,
     validation: Any = None,
     checkpoint: LakeCheckpoint | None = None,
+    before: Sequence[Any] = (),
     callbacks: Sequence[Any] = (),
     **options: Any,
 ) -> Fit:
-    """Run `fit` with a checkpoint at each step, until it ends or is interrupted at ``interrupt``, (hook, steps)."""
+    """Run `fit` with a checkpoint at each step, until it ends or is interrupted at ``interrupt``, (hook, steps). The
+    callbacks ``before`` stand before the `LakeCheckpoint`."""
     one = Fit(*interrupt)
     one.checkpoint = checkpoint or LakeCheckpoint(run, persist_every=1)
     one.module = Module() if module is None else module
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     one.trainer = pl.Trainer(
-        callbacks=[one.checkpoint, *callbacks, one],
+        callbacks=[*before, one.checkpoint, *callbacks, one],
         default_root_dir=run.parent,
         **{"max_epochs": 2, **quiet, **options},
     )

@@ -29,6 +29,8 @@ import lightning
 from tests.frameworks.notes import note
 
 lightning.seed_everything(0)
+found = getattr(lightning, "pytorch", lightning).callbacks
+AVERAGES = [found.EMAWeightAveraging(decay=0.9)] if hasattr(found, "EMAWeightAveraging") else []
 
 
 class Notes(lightning.Callback):
@@ -39,7 +41,8 @@ class Notes(lightning.Callback):
         self.rows += batch["user"].tolist()
         if trainer.global_step != self.done:
             self.done = trainer.global_step
-            weights = [one.tolist() for one in module.parameters()]
+            averages = [one._average_model for one in trainer.callbacks if hasattr(one, "_average_model")]
+            weights = [one.tolist() for each in (module, *averages) for one in each.parameters()]
             note(self.done, self.rows, epoch=trainer.current_epoch, weights=weights)
             self.rows = []
 
@@ -52,7 +55,7 @@ def script(options: str, package: str) -> str:
     for old, new in {
         "batch_size=64": f"batch_size={BATCH}",
         "num_workers=2": "num_workers=1",
-        "persist_every=100)]": "persist_every=2), Notes()]",
+        "persist_every=100)]": "persist_every=2), *AVERAGES, Notes()]",
         'strategy="ddp"': 'strategy="ddp", accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), logger=False, '
         f"enable_progress_bar=False, enable_model_summary=False{options}",
     }.items():
@@ -101,7 +104,7 @@ def test_the_script_has_at_most_five_lines_of_ours() -> None:
     assert len(ours) == 5, ours
 
 
-def test_killed_and_resumed_the_weights_are_those_of_the_same_steps(tmp_path: Path) -> None:
+def test_killed_and_resumed_the_weights_and_their_average_are_those_of_the_same_steps(tmp_path: Path) -> None:
     whole, killed = job(tmp_path / "whole"), job(tmp_path / "killed")
     run(whole)
     run(killed, kill_after=41)  # in the second epoch

@@ -342,7 +342,6 @@ class Later(SingleDeviceStrategy):
         ({"module": Adds()}, r"Adds.on_save_checkpoint adds to Lightning's checkpoints.*state=\{\}"),
         ({"module": Iterates()}, "dataloader_iter"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs makes another loader"),
-        ({"callbacks": [pl.callbacks.WeightAveraging()]}, "WeightAveraging.on_save_checkpoint"),
         ({"callbacks": [pl.callbacks.StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
         ({"more": True}, "two LakeCheckpoints"),
         ({"validates": True}, r"make it LakeLoader\(…, restart=True\)"),

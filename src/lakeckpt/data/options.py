@@ -73,7 +73,8 @@ class ReadOptions:
     nullable column. A null is never a silent zero."""
     accept_changes: Collection[str] = ()
     """Differences between a loaded state and this dataset to accept: ``"table"`` (another listing of equally many
-    rows), ``"selection"``, ``"tail"`` (another ``drop_last``), ``"transform"`` (a new name of the same one)."""
+    rows), ``"selection"``, ``"tail"`` (another ``drop_last``), ``"transform"`` (a transform or tokenizer of another
+    name; that it makes the same of a row is not checked)."""
     on_new_version: Literal["keep", "next_epoch"] = "keep"
     """``"keep"``: the version of the table that the dataset or its state names is read for ever. ``"next_epoch"``: each
     epoch is of the version that is the newest when it begins, on all ranks."""

@@ -13,19 +13,28 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from accelerate import Accelerator, DistributedType
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
 
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.data.loader import LakeLoader
 from lakeckpt.errors import ConfigError
-from lakeckpt.integrations.common import require
+from lakeckpt.integrations.common import Framework
 from lakeckpt.lake.storage.base import Storage
+
+_ACCELERATE = Framework(distribution="accelerate", oldest="1.9.0", newest="1.15.0")
+with _ACCELERATE.imports():
+    from accelerate import Accelerator, DistributedType
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
 
 __all__ = ["LakeCheckpoint", "check_whole"]
 
-require("accelerate", "1.10", "1.16")
+_SEAMS = (
+    "sync_gradients",
+    "scaler",
+    "distributed_type",
+    "unwrap_model()",
+    "register_load_state_pre_hook()",
+)
 
 _DIVIDED = {DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA}
 
@@ -56,6 +65,7 @@ class LakeCheckpoint:
     ) -> None:
         if not isinstance(accelerator, Accelerator):
             raise ConfigError(f"LakeCheckpoint takes the accelerator first, got {type(accelerator).__name__}")
+        _ACCELERATE.check(accelerator, *_SEAMS)
         self._accelerator, self._run = accelerator, run
         self._manager = CheckpointManager(run, _state_of(accelerator, objects), **options)
 
@@ -133,9 +143,9 @@ def _named(accelerator: Accelerator, one: Any) -> tuple[str, Any]:
     if isinstance(one, torch.nn.Module):
         return "model", accelerator.unwrap_model(one)
     if isinstance(one, torch.optim.Optimizer):
-        return "optimizer", one.optimizer if isinstance(one, AcceleratedOptimizer) else one
+        return "optimizer", _inside(one, "optimizer") if isinstance(one, AcceleratedOptimizer) else one
     if isinstance(one, (AcceleratedScheduler, torch.optim.lr_scheduler.LRScheduler)):
-        return "scheduler", one.scheduler if isinstance(one, AcceleratedScheduler) else one
+        return "scheduler", _inside(one, "scheduler") if isinstance(one, AcceleratedScheduler) else one
     if isinstance(one, LakeLoader):
         if not one._is_prepared:
             raise ConfigError("this LakeLoader was not prepared: loader = accelerator.prepare(loader) comes first")
@@ -146,3 +156,9 @@ def _named(accelerator: Accelerator, one: Any) -> tuple[str, Any]:
             f"the place of a {type(one).__name__} cannot be restored exactly: give accelerator.prepare a LakeLoader"
         )
     return "object", one
+
+
+def _inside(wrapper: Any, name: str) -> Any:
+    """Return what accelerate has wrapped."""
+    _ACCELERATE.check(wrapper, name)
+    return getattr(wrapper, name)

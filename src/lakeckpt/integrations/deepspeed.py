@@ -26,18 +26,32 @@ from torch.distributed.tensor import DTensor, Shard
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.data.loader import LakeLoader
 from lakeckpt.errors import ConfigError
-from lakeckpt.integrations.common import require
+from lakeckpt.integrations.common import Framework
 from lakeckpt.lake.storage.base import Storage
 
-require("deepspeed", "0.19.8", "0.20")
-
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer  # noqa: E402 - the error of `require` comes first
-from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer  # noqa: E402
+_DEEPSPEED = Framework(distribution="deepspeed", oldest="0.19.8", newest="0.19.8")
+with _DEEPSPEED.imports():
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 __all__ = ["LakeCheckpoint"]
 
+_ENGINE = (
+    "_config.zero_config.round_robin_gradients",
+    "_config.zero_config.zero_hpz_partition_size",
+    "zero_optimization()",
+    "zero_optimization_stage()",
+    "random_ltd_enabled()",
+)
+_GROUPS = ("real_dp_process_group", "nccl_start_alignment_factor")
+_SEAMS: Mapping[Any, tuple[str, ...]] = {
+    DeepSpeedZeroOptimizer: ("single_partition_of_fp32_groups", "bit16_groups", *_GROUPS),
+    BF16_Optimizer: ("fp32_groups_flat_partition", "bf16_groups", *_GROUPS),
+    DeepSpeedZeroOptimizer_Stage3: ("fp32_partitioned_groups_flat", "fp16_groups", "sub_group_to_group_id"),
+}
+"""What is used of DeepSpeed's optimizers: first, the tensors of this rank's partitions of the weights."""
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What changes of a loss scaler."""
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -96,6 +110,8 @@ def _check(engine: DeepSpeedEngine) -> None:
     """Raise ConfigError if ``engine`` holds a state that this module does not know."""
     if type(engine) is not DeepSpeedEngine:
         raise ConfigError(f"give the engine that deepspeed.initialize returned first, got a {type(engine).__name__}")
+    _DEEPSPEED.check(engine, *_ENGINE, *_COUNTERS, "has_moe_layers", "mp_world_size", "lr_scheduler")
+    _DEEPSPEED.check(engine.optimizer, *_SEAMS.get(type(engine.optimizer), ()))
     zero, config = engine.optimizer, engine._config.zero_config
     refused = {
         f"the optimizer {type(zero).__name__}": engine.zero_optimization() and _masters(zero) is None,
@@ -121,12 +137,7 @@ def _check(engine: DeepSpeedEngine) -> None:
 
 def _masters(zero: Any) -> list[torch.Tensor] | None:
     """Return the tensors of this rank's partitions of the weights, one or more for each group; None if unknown."""
-    names = {
-        DeepSpeedZeroOptimizer: "single_partition_of_fp32_groups",
-        BF16_Optimizer: "fp32_groups_flat_partition",
-        DeepSpeedZeroOptimizer_Stage3: "fp32_partitioned_groups_flat",
-    }
-    return getattr(zero, names[type(zero)]) if type(zero) in names else None
+    return getattr(zero, _SEAMS[type(zero)][0]) if type(zero) in _SEAMS else None
 
 
 def _objects(engine: DeepSpeedEngine) -> dict[str, Any]:

@@ -24,24 +24,49 @@ from typing import Any
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.data.loader import LakeLoader
 from lakeckpt.errors import ConfigError
-from lakeckpt.integrations.common import require
+from lakeckpt.integrations.common import Framework
 from lakeckpt.lake.storage.base import Storage
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
-    require("pytorch-lightning", "2.6", "2.7")
-    from pytorch_lightning.callbacks import Checkpoint, StochasticWeightAveraging
-    from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
-    from pytorch_lightning.utilities import CombinedLoader
-    from pytorch_lightning.utilities.model_helpers import is_overridden
+    _LIGHTNING = Framework(distribution="pytorch-lightning", oldest="2.5.6", newest="2.6.6")
+    with _LIGHTNING.imports():
+        from pytorch_lightning import callbacks
+        from pytorch_lightning.callbacks import Callback, Checkpoint, StochasticWeightAveraging
+        from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+        from pytorch_lightning.utilities import CombinedLoader
+        from pytorch_lightning.utilities.model_helpers import is_overridden
 else:
-    require("lightning", "2.6", "2.7")
-    from lightning.pytorch.callbacks import Checkpoint, StochasticWeightAveraging
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-    from lightning.pytorch.utilities import CombinedLoader
-    from lightning.pytorch.utilities.model_helpers import is_overridden
+    _LIGHTNING = Framework(distribution="lightning", oldest="2.5.6", newest="2.6.6")
+    with _LIGHTNING.imports():
+        from lightning.pytorch import callbacks
+        from lightning.pytorch.callbacks import Callback, Checkpoint, StochasticWeightAveraging
+        from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+        from lightning.pytorch.utilities import CombinedLoader
+        from lightning.pytorch.utilities.model_helpers import is_overridden
 
 __all__ = ["LakeCheckpoint"]
 
+_SEAMS = (
+    "fit_loop.setup_data()",
+    "fit_loop._data_source.instance",
+    "fit_loop._data_source.dataloader()",
+    "fit_loop._combined_loader",
+    "fit_loop.epoch_progress.state_dict()",
+    "fit_loop.load_state_dict()",
+    "fit_loop.on_iteration_done()",
+    "fit_loop.epoch_loop.state_dict(prefix)",
+    "fit_loop.epoch_loop.on_iteration_done()",
+    "fit_loop.epoch_loop.automatic_optimization.on_iteration_done()",
+    "fit_loop.epoch_loop.manual_optimization.on_iteration_done()",
+    "fit_loop.epoch_loop.batch_progress.is_last_batch",
+    "strategy.restore_checkpoint_after_setup",
+    "precision_plugin.state_dict()",
+    "lr_scheduler_configs",
+    "reload_dataloaders_every_n_epochs",
+    "num_training_batches",
+    "callback_metrics",
+    "ckpt_path",
+)
 _EPOCH = "epoch_loop."
 
 
@@ -67,7 +92,7 @@ class LakeCheckpoint(Checkpoint):
     """
 
     best_model_path = ""
-    """Lightning asks checkpoint callbacks for it, where ``ckpt_path="best"``: this one has no such file."""
+    """Lightning asks the first checkpoint callback for it if ``ckpt_path="best"``. A `LakeCheckpoint` has no file."""
 
     def __init__(
         self,
@@ -87,18 +112,26 @@ class LakeCheckpoint(Checkpoint):
 
     # --- what Lightning calls
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Come after all other callbacks: Lightning asks the first checkpoint callback for its files."""
+        others = [one for one in trainer.callbacks if one is not self and not isinstance(one, _AtEnd)]
+        trainer.callbacks = [_AtEnd(self), *others, self]
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Restore the run, if there is one, before anything is read."""
         if trainer.fast_dev_run:
             return
+        _LIGHTNING.check(trainer, *_SEAMS)
         _refuse_trainer(trainer)
         _refuse_hooks(trainer, has_state=self._more is not None)
         self._trainer, self._loader, self._loops = trainer, _loader_of(trainer), _Loops(trainer.fit_loop)
-        state = {**_state_of(trainer), "loops": self._loops, "reader": self._loader, **(self._more or {})}
+        averages = _averages_of(trainer)
+        state = {**_state_of(trainer), **averages, "loops": self._loops, "reader": self._loader, **(self._more or {})}
         self.manager = CheckpointManager(self._uri, state, **self._options)
         self._open.push(self.manager)
         before = self._handlers()
-        self.manager.restore(allow_missing={"callbacks", "loops", "reader"})  # a run of `lakeckpt convert` has none
+        # A run of `lakeckpt convert` has none of these.
+        self.manager.restore(allow_missing={"callbacks", "loops", "reader", *averages})
         self._signals = self._handlers()
         _handle(before)  # Lightning sets its own handlers now, and brings these back at the end
         if not self._loops.loaded:
@@ -148,11 +181,6 @@ class LakeCheckpoint(Checkpoint):
                 stacklevel=2,
             )
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the last step, and close the run, while the state is on its devices."""
-        self._step_is_over()
-        self._open.close()
-
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Close the run where there was nothing to train."""
         self._open.close()
@@ -162,6 +190,11 @@ class LakeCheckpoint(Checkpoint):
         self._open.__exit__(type(exception), exception, exception.__traceback__)
 
     # --- inside
+
+    def _end(self) -> None:
+        """Save the last step, and close the run, while the state is on its devices."""
+        self._step_is_over()
+        self._open.close()
 
     @property
     def _is_open(self) -> bool:
@@ -183,6 +216,17 @@ class LakeCheckpoint(Checkpoint):
     def _metric(self) -> float | None:
         found = self._trainer.callback_metrics.get(self._monitor)
         return None if found is None else float(found)
+
+
+class _AtEnd(Callback):
+    """Ends the run when training ends, before another callback changes the module: `WeightAveraging` puts its average
+    there."""
+
+    def __init__(self, checkpoint: LakeCheckpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._checkpoint._end()
 
 
 class _Loops:
@@ -258,6 +302,22 @@ def _state_of(trainer: Any) -> dict[str, Any]:
     return found
 
 
+def _averages_of(trainer: Any) -> dict[str, Any]:
+    """Return the averaged models of `WeightAveraging` callbacks, which make them in ``setup``."""
+    found = [one for one in trainer.callbacks if _averages(one)]
+    for one in found:
+        _LIGHTNING.check(one, "_average_model")
+    return {f"weight_average{number or ''}": one._average_model for number, one in enumerate(found)}
+
+
+def _averages(callback: Any) -> bool:
+    """Return whether the average of ``callback`` is all that its ``on_save_checkpoint`` would save."""
+    kind = getattr(callbacks, "WeightAveraging", None)  # lightning 2.5 has none
+    return (
+        kind is not None and isinstance(callback, kind) and type(callback).on_save_checkpoint is kind.on_save_checkpoint
+    )
+
+
 def _loader_of(trainer: Any) -> LakeLoader:
     """Return the training loader, which is made if it is not yet."""
     loader = trainer.train_dataloader
@@ -324,7 +384,7 @@ def _refuse_hooks(trainer: Any, *, has_state: bool) -> None:
     for one in (module, *trainer.callbacks):
         if isinstance(one, StochasticWeightAveraging):
             raise ConfigError("StochasticWeightAveraging changes schedulers in mid-run, and cannot go on exactly")
-        if is_overridden("on_save_checkpoint", one) and not has_state:
+        if is_overridden("on_save_checkpoint", one) and not has_state and not _averages(one):
             raise ConfigError(
                 f"{type(one).__name__}.on_save_checkpoint adds to Lightning's checkpoints, and LakeCheckpoint makes "
                 'none: give what is to be saved beside the module, LakeCheckpoint(…, state={"average": average}), or '

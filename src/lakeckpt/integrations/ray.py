@@ -27,12 +27,12 @@ from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.data.loader import LakeLoader
 from lakeckpt.data.prefetch import Prefetched, prefetch
 from lakeckpt.errors import ConfigError, SaveFailed
-from lakeckpt.integrations.common import require
+from lakeckpt.integrations.common import Framework
 
-require("ray", "2.60", "3")
-
-import ray.train  # noqa: E402 - the error of `require` comes first
-import ray.train.torch  # noqa: E402
+_RAY = Framework(distribution="ray", oldest="2.60.0", newest="2.60.0")
+with _RAY.imports():
+    import ray.train
+    import ray.train.torch
 
 __all__ = ["CheckpointManager", "load", "prepare_data_loader"]
 
@@ -71,7 +71,10 @@ class CheckpointManager(manager.CheckpointManager):
     """
 
     def __init__(self, state: Mapping[str, Any], *, uri: str | PathLike[str] | None = None, **options: Any) -> None:
+        _RAY.check(ray.train, "get_context()", "get_checkpoint()", "report(checkpoint)")
+        _RAY.check(ray.train.Checkpoint, "from_directory()", "as_directory()")
         storage = _storage_of_job()
+        _RAY.check(storage, "storage_filesystem.type_name", "experiment_fs_path")
         self._uri = _uri_in(storage) if uri is None else fspath(uri)
         self._metrics: Mapping[str, Any] = {}
         self._metrics_of: dict[int, dict[str, Any]] = {}

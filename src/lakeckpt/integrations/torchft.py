@@ -18,22 +18,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.checkpoint.restore.load import load
 from lakeckpt.data.loader import LakeLoader
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.errors import CheckpointNotFound, ConfigError
-from lakeckpt.integrations.common import require
+from lakeckpt.integrations.common import Framework
 from lakeckpt.lake.storage.base import Storage
 
-if TYPE_CHECKING:
+_TORCHFT = Framework(distribution="torchft-nightly", oldest="2026.10.26", newest="2026.10.26")
+with _TORCHFT.imports():
     from torchft import Manager
 
 __all__ = ["LakeReplica"]
 
-require("torchft-nightly", "2026.10", "2027")
+_SEAMS = (
+    "_use_async_quorum",
+    "_quorum_future",
+    "register_state_dict_fn()",
+    "participating_rank()",
+    "num_participants()",
+    "current_step()",
+    "state_dict()",
+    "load_state_dict()",
+)
 
 _KEY = "torchft"
 """The name under which the step number of torchft's Manager is saved."""
@@ -69,6 +79,7 @@ class LakeReplica:
         saves: bool,
         **options: Any,
     ) -> None:
+        _TORCHFT.check(manager, *_SEAMS)
         if manager._use_async_quorum:
             raise ConfigError(
                 "what a step reads depends on the quorum: make the torchft.Manager with use_async_quorum=False"

@@ -23,19 +23,22 @@ from lakeckpt.data.loader import LakeLoader
 from lakeckpt.data.options import ReadOptions
 from lakeckpt.data.streams.pack import pack
 from lakeckpt.errors import ConfigError
-from lakeckpt.integrations.common import require
+from lakeckpt.integrations.common import Framework
 
-require("torchtitan", "0.3", "0.4")
-
-import tyro  # type: ignore[import-not-found]  # noqa: E402 - the error of `require` comes first
-from torchtitan.components.checkpointer.base import BaseCheckpointManager  # noqa: E402
-from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.tools import filesystem  # noqa: E402
+_TORCHTITAN = Framework(distribution="torchtitan", oldest="0.3.0", newest="0.3.0")
+with _TORCHTITAN.imports():
+    import tyro  # type: ignore[import-not-found]
+    from torchtitan.components.checkpointer.base import BaseCheckpointManager
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.tools import filesystem
 
 __all__ = ["LakeCheckpoint", "LakeDataLoader"]
 
 _STATE = "lakeckpt"
 """The key of a loader's state in torchtitan's own checkpoints, which hold a text: DCP loads no key that is new."""
+_METHODS = ("_load(step)", "_save(curr_step, last_step)", "_maybe_wait_for_staging()", "_wait_for_saving()", "_close()")
+"""What the base class of checkpointers leaves to `LakeCheckpoint`."""
+_FIELDS = ("folder", "interval", "keep_latest_k", "load_only", "enable_first_step_checkpoint")
 _REFUSED = (
     "initial_load_path",
     "exclude_from_loading",
@@ -184,6 +187,8 @@ class LakeCheckpoint(BaseCheckpointManager):
         self.enable, self.save_future = config.enable, None
         if not config.enable:
             return
+        _TORCHTITAN.check(BaseCheckpointManager, *_METHODS)
+        _TORCHTITAN.check(config, *_FIELDS, *_REFUSED)
         _check(config, dataloader)
         self._load_only, self._saves_first = config.load_only, config.enable_first_step_checkpoint
         self._trainer, self._taken = states.get("train_state"), 0

@@ -9,14 +9,12 @@ read. Epochs begin and end where the reader's do. The module starts no threads.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from math import ceil
 from os import PathLike
 from typing import Any
-
-from transformers import Trainer
 
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.core.plan import Plan
@@ -24,13 +22,37 @@ from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.loader import LakeLoader
 from lakeckpt.errors import ConfigError
 from lakeckpt.integrations.accelerate import check_whole
-from lakeckpt.integrations.common import require
+from lakeckpt.integrations.common import Framework
 from lakeckpt.lake.storage.base import Storage
+
+_TRANSFORMERS = Framework(distribution="transformers", oldest="5.19.0", newest="5.24.0")
+with _TRANSFORMERS.imports():
+    from transformers import EarlyStoppingCallback, Trainer
+    from transformers.trainer_callback import ExportableState
 
 __all__ = ["LakeTrainer"]
 
-require("transformers", "5.20", "5.25")
+_METHODS = (
+    "set_initial_training_values()",
+    "create_scheduler(num_training_steps, optimizer)",
+    "training_step()",
+    "log()",
+    "_run_epoch(epoch, steps_in_epoch, num_update_steps_per_epoch)",
+    "_maybe_log_save_evaluate()",
+    "_finalize_training()",
+)
+"""The methods of the Trainer that `LakeTrainer` overrides: without one of them, it would never be called."""
 
+_FIELDS = (
+    "accelerator.scaler",
+    "is_distributed_loading_by_transformers",
+    "args.parallelism_config",
+    "args.auto_find_batch_size",
+    "control.should_training_stop",
+    "callback_handler.callbacks",
+    "_created_lr_scheduler",
+    "_train_batch_size",
+)
 _NOTES = (
     "log_history",
     "total_flos",
@@ -56,9 +78,10 @@ class LakeTrainer(Trainer):
     Other trainers get the same by ``class Mine(LakeTrainer, MyTrainer): pass``, if they give the Trainer their
     ``train_dataset`` unread. ``eval_dataset`` may be a `LakeDataset` of its own, or a `LakeLoader` (``restart=True``).
 
-    Model, optimizer, scheduler, scaler, random states, the Trainer's logs and best metric, and the reader are saved,
-    all of one optimizer step. ``state.global_step`` counts the steps of the run, and ``state.epoch`` is the place of
-    the reader. The Trainer's own checkpoints (``save_strategy``) are written beside the run and never read.
+    Model, optimizer, scheduler, scaler, random states, the Trainer's logs and best metric, the attributes in the
+    ``state()`` of callbacks (`EarlyStoppingCallback` has one), and the reader are saved, all of one optimizer step.
+    ``state.global_step`` counts the steps of the run, and ``state.epoch`` is the place of the reader. The Trainer's own
+    checkpoints (``save_strategy``) are written beside the run and never read.
 
     A run goes on with any number of ranks, also in the middle of an epoch. With ``num_train_epochs``, the steps that
     are left are counted for the ranks at hand, and so is the length of the schedule.
@@ -85,11 +108,18 @@ class LakeTrainer(Trainer):
         """Closes the manager when training ends; None outside of `train`."""
         self._lake_used: Any = None
         """The receipt of the batch that was trained on last."""
+        self._lake_rows = 0
+        """The rows that `train` has trained on, on all ranks."""
+        self._lake_ended = False
+        """Whether the restored run has stopped early, and trains no more."""
         self._lake_length: int | None = None
         """The batches of the epoch at hand, where they are known."""
         self._lake_waits = False
         """Whether the cut of the last step of an epoch waits for the end of the epoch."""
         super().__init__(model, args, *others, train_dataset=_loader_of(train_dataset, args), **options)
+        _TRANSFORMERS.check(Trainer, *_METHODS)
+        _TRANSFORMERS.check(self, *_FIELDS)
+        _TRANSFORMERS.check(self.state, "global_step", "max_steps", *_NOTES)
         self._train_batch_size = self.train_dataset.dataset.batch_size  # for the Trainer's reports
         self._check_supported()
 
@@ -105,6 +135,7 @@ class LakeTrainer(Trainer):
             raise ConfigError(
                 "each trial of a hyperparameter search needs a run of its own: make a LakeTrainer for each"
             )
+        self._lake_rows = 0
         with ExitStack() as self._lake_open:
             self._lake_open.callback(setattr, self, "_lake_open", None)
             return super().train(None, None, *others, **options)
@@ -151,7 +182,16 @@ class LakeTrainer(Trainer):
                 f"training_step was given a {type(inputs).__name__} without a receipt, which names its rows: pass on "
                 "the batches of the LakeLoader as they are, and change them by the transform= of the LakeDataset"
             )
+        loader = self.train_dataset
+        is_flow = loader.dataset.yields_many  # its receipts count what was read
+        self._lake_rows += loader.dataset.batch_size * loader.topology[1] if is_flow else self._lake_used.step_rows
         return super().training_step(model, inputs, *args, **options)
+
+    def log(self, logs: dict[str, Any], *args: Any, **options: Any) -> None:
+        """Log as the Trainer does. The samples of ``train_samples_per_second`` are rows that were trained on."""
+        if "train_samples_per_second" in logs:
+            logs["train_samples_per_second"] = round(self._lake_rows / max(logs["train_runtime"], 1e-4), 3)
+        super().log(logs, *args, **options)
 
     # --- inside
 
@@ -177,6 +217,11 @@ class LakeTrainer(Trainer):
         self._lake_manager = opened.enter_context(CheckpointManager(self._lake_run, state, **self._lake_options))
         opened.callback(setattr, self, "_lake_manager", None)
         self.state.global_step = self._lake_manager.restore(allow_missing={"trainer", "reader"})  # `lakeckpt convert`
+        self._lake_ended = any(
+            isinstance(one, EarlyStoppingCallback)
+            and one.early_stopping_patience_counter >= one.early_stopping_patience
+            for one in self.callback_handler.callbacks
+        )
 
     def _fit_schedule(self, planned: int) -> None:
         """Make a schedule of ``planned`` steps anew where the run will have another number of steps."""
@@ -217,7 +262,8 @@ class LakeTrainer(Trainer):
             deque(loader, maxlen=0)  # the run was restored at the end of an epoch: go over it
             place = _place_of(loader)
         self.state.max_steps = self._steps_of_run()
-        if self.state.global_step >= self.state.max_steps:
+        ended, self._lake_ended = self._lake_ended, False
+        if ended or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         if place is not None:
@@ -271,12 +317,27 @@ class _Notes:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the notes."""
-        return {name: getattr(self._trainer.state, name) for name in _NOTES}
+        callbacks = {
+            name: [one.state().get("attributes", {}) for one in every] for name, every in self._callbacks().items()
+        }
+        return {**{name: getattr(self._trainer.state, name) for name in _NOTES}, "callbacks": callbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned."""
         for name in _NOTES:
             setattr(self._trainer.state, name, state[name])
+        for name, every in self._callbacks().items():
+            for one, attributes in zip(every, state["callbacks"].get(name, ()), strict=False):
+                for attribute, value in attributes.items():
+                    setattr(one, attribute, value)
+
+    def _callbacks(self) -> dict[str, list[Any]]:
+        """Return the callbacks that have a state, by the names of their classes."""
+        found = defaultdict(list)
+        for one in self._trainer.callback_handler.callbacks:
+            if isinstance(one, ExportableState):
+                found[type(one).__name__].append(one)
+        return found
 
 
 def _loader_of(given: object, args: Any) -> LakeLoader:
