@@ -117,7 +117,7 @@ test-frameworks: $(VENV)/frameworks/made  ## Lightning, transformers, accelerate
 	$(VENV)/frameworks/bin/python -m pytest -m frameworks -n $(JOBS) --dist worksteal tests/frameworks $(ARGS)
 
 test-lowest: $(VENV)/lowest/made  ## the README's script and the tests below with the lowest versions that are declared
-	$(VENV)/lowest/bin/python -m pytest -n $$((2 * $(JOBS))) --dist worksteal tests/docs/test_code_blocks.py -k 'README or not docs' tests/test_versions.py tests/core \
+	$(VENV)/lowest/bin/python -m pytest -n $$((2 * $(JOBS))) --dist worksteal 'tests/docs/test_code_blocks.py::test_every_code_block_runs[README.md]' tests/test_versions.py tests/core \
 	    tests/wire tests/reading tests/lake tests/data $(ARGS)
 
 test-newest: $(VENV)/newest/made  ## data, tracking and checkpoints with the newest versions (not in CI: it depends on the day)
