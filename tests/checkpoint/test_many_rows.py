@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lakeckpt import LakeLoader
+from lakeckpt import LakeDataset, LakeLoader, mix
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.report import AuditReport
@@ -181,3 +181,62 @@ def test_every_token_of_whole_documents_counts_once_on_any_chain(tmp_path: Path,
     assert found == Multiset((epoch, token) for epoch in range(2) for token in every)
     groups = -(-len(LENGTHS) // 2 // 3) * 2
     assert [(one.status, one.once) for one in proved(storage).readers[0].epochs] == [("complete", groups)] * 2
+
+
+def accumulated(
+    storage: MemoryStorage, lake: Path, world_size: int, steps: int | None, make: Callable[..., LakeLoader]
+) -> list[list[Any]]:
+    """The idiom of docs/how-to/accumulate.md for an epoch, three batches a step; ``steps``: the job is killed then."""
+    waiter = EventWaiter(storage)
+
+    def body(rank: int, exchange: HubExchange) -> list[Any]:
+        loader = make(lake, rank=rank, world_size=world_size)
+        saver = manager(storage, {"reader": loader}, exchange=exchange, waiter=waiter, persist_every=1)
+        done = saver.restore()
+        used, waiting = [], []
+        for batch in loader:
+            waiting.append(batch)
+            if len(waiting) == 3 or batch.receipt.last:
+                saver.step(batch)
+                used, waiting = used + waiting, []
+                if steps is not None and saver.steps_done == done + steps:
+                    return used
+        if waiting:
+            saver.step(waiting[-1])
+        return used + waiting
+
+    return good(run_ranks(world_size, body, waiters=[waiter]))
+
+
+def mixture(lake: Path, **given: Any) -> LakeLoader:
+    """Rows of two sources, until one of them is used up."""
+    every = {name: (LakeDataset(lake, batch_size=4, **given), weight) for name, weight in (("a", 3.0), ("b", 1.0))}
+    return LakeLoader(mix(every, exhausted="continue", num_lanes=2))
+
+
+@pytest.mark.parametrize("chain", [(1, 1), (2, 1), (1, 2)])
+def test_tokens_count_once_where_steps_take_several_batches(
+    texts: Path, job_store: dist.Store, chain: tuple[int, int]
+) -> None:
+    storage = MemoryStorage()
+    found = []
+    for world_size, steps in zip(chain, (2, None), strict=True):
+
+        def make(folder: Path, **given: Any) -> LakeLoader:
+            return LakeLoader(packed(folder, num_lanes=2, **given))
+
+        ran = accumulated(storage, texts, world_size, steps, make)
+        found += [token for batches in ran for token in tokens_of(batches)]
+    assert sorted(found) == EVERY
+    proved(storage)
+
+
+@pytest.mark.parametrize("chain", [(1, 2), (2, 1)])
+def test_a_mixture_counts_once_where_steps_take_several_batches(lake: Path, chain: tuple[int, int]) -> None:
+    storage, found = MemoryStorage(), []
+    for world_size, steps in zip(chain, (3, None), strict=True):
+        ran = accumulated(storage, lake, world_size, steps, mixture)
+        found += [one for batches in ran for batch in batches for one in batch["id"].tolist()]
+    state = {row: count for row, count in Multiset(found).items() if count > 2}
+    assert len(found) > ROWS and not state
+    assert audit(storage).verdict == "proved"

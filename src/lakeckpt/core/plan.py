@@ -107,6 +107,10 @@ class Plan:
         self._recent: tuple[LayoutKey, ...] = ()
 
     @cached_property
+    def _reader(self) -> str:
+        return self.state.identity.digest
+
+    @cached_property
     def steps(self) -> int | None:
         """The number of steps of the epoch, those of earlier segments included; None where it is endless."""
         if self.deal.end is None:
@@ -127,8 +131,8 @@ class Plan:
         is_whole = self.micro_batch(step + 1) - first == world_size
         return (first + rank) % self.segment.num_lanes // world_size if is_whole else 0
 
-    def assignment(self, step: int, rank: int) -> Assignment:
-        """Return what ``rank`` gets in ``step``."""
+    def assignment(self, step: int, rank: int, *, row_wise: bool = False) -> Assignment:
+        """Return what ``rank`` gets in ``step``; ``row_wise``: the rank never gets a micro-batch without a row."""
         world_size, num_lanes = self.segment.world_size, self.segment.num_lanes
         first = self.micro_batch(step)
         stop = self.micro_batch(step + 1)
@@ -146,6 +150,8 @@ class Plan:
             world_size=world_size,
             spans=tuple(spans),
             step_rows=self.deal.rows_of(first, stop),
+            reader=self._reader,
+            last=self._is_last(step, rank, row_wise=row_wise),
         )
         return Assignment(
             receipt=receipt,
@@ -153,6 +159,12 @@ class Plan:
             owner=max(lane, 0) // world_size,
             lanes=num_lanes // world_size,
         )
+
+    def _is_last(self, step: int, rank: int, *, row_wise: bool) -> bool | None:
+        if self.state.identity.tail == "carry":
+            return None  # what is left goes over to the next tranche, if there is one
+        is_before_last = row_wise and self.steps == step + 2
+        return self.steps == step + 1 or (is_before_last and not self.has_rows(rank, from_step=step + 1))
 
     def layouts_of(self, spans: list[Span]) -> tuple[LayoutKey, ...]:
         """Return the layouts of the epochs that ``spans`` are of."""

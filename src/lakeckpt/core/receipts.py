@@ -6,7 +6,7 @@ again. A receipt does not state that its rows were *used*: a cut does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lakeckpt.errors import StateError
 from lakeckpt.wire.documents import as_row, from_plain, to_plain
@@ -56,6 +56,12 @@ class Receipt:
     """The positions, in the order of the rows."""
     step_rows: int
     """Rows of all ranks in this step."""
+    reader: str = ""
+    """`lakeckpt.core.state.Identity.digest` of the reader; empty: not named."""
+    last: bool | None = field(default=None, compare=False)
+    """Whether it is the last of its rank in the epoch, or in a mixture that ends; of an endless stream never. None
+    where only the data tell: the rows of a transform with ``rows="many"``, of a ``tokenizer=`` or of whole documents,
+    and a table that is followed."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:

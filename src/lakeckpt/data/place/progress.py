@@ -363,7 +363,7 @@ class Progress:
         plan = self.plan
         step = self.state.step
         while plan.steps is None or step < plan.steps:
-            yield plan.assignment(step, rank)
+            yield plan.assignment(step, rank, row_wise=self._row_wise)
             step += 1
 
     # --- inside
