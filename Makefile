@@ -21,7 +21,7 @@ export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/cache/matplotlib
 # Many images set it. Nothing is compiled at installation: without bytecode, each process compiles torch anew (3 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test mutants gpu-check test-frameworks test-soak test-system lint types pytest format bench bench-readers docs clean
+.PHONY: help demo test mutants gpu-check test-lowest test-newest test-frameworks test-soak test-system lint types pytest format bench bench-readers docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -59,6 +59,20 @@ $(VENV)/frameworks/made: requirements/frameworks.txt $(VENV)/made $(CONSTRAINTS)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) "$$(grep '^torch==' $(CONSTRAINTS))" setuptools
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation -r $<
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e '.[delta]' hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
+
+# The lowest versions that pyproject.toml allows, exactly; and the newest that can be had on the day.
+$(VENV)/lowest/made: requirements/lowest.txt $(VENV)/made $(CONSTRAINTS) pyproject.toml
+	@echo "installing the lowest versions, of $<"
+	@"$(PYTHON)" -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r $<
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/newest/made: $(VENV)/made pyproject.toml
+	@echo "installing the newest versions (torch may bring CUDA along)"
+	@"$(PYTHON)" -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[test]'
 	@touch $@
 
 # The benchmarks' peers, in environments of their own: their exact versions, so nothing is resolved (and what one of them
@@ -101,6 +115,13 @@ test-system: $(VENV)/dev  ## cuts of power, faults of system calls: needs root; 
 
 test-frameworks: $(VENV)/frameworks/made  ## Lightning, transformers, accelerate, Ray and others: their jobs, killed and resumed
 	$(VENV)/frameworks/bin/python -m pytest -m frameworks -n $(JOBS) --dist worksteal tests/frameworks $(ARGS)
+
+test-lowest: $(VENV)/lowest/made  ## the README's script and the tests below with the lowest versions that are declared
+	$(VENV)/lowest/bin/python -m pytest -n $$((2 * $(JOBS))) --dist worksteal 'tests/docs/test_code_blocks.py::test_every_code_block_runs[README.md]' tests/test_versions.py tests/core \
+	    tests/wire tests/reading tests/lake tests/data $(ARGS)
+
+test-newest: $(VENV)/newest/made  ## data, tracking and checkpoints with the newest versions (not in CI: it depends on the day)
+	$(VENV)/newest/bin/python -m pytest -n $(JOBS) --dist worksteal tests/data tests/tracking tests/checkpoint $(ARGS)
 
 mutants: $(VENV)/dev  ## plant the 94 faults of tests/mutants, one at a time, and count those that the tests find
 	$(BIN)/python tests/mutants/run.py --jobs $(JOBS) --json bench-out/mutants.json $(ARGS)

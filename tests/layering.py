@@ -21,6 +21,7 @@ COMPUTED = "<computed>"
 LEVELS = {
     "errors": 0,
     "counters": 0,
+    "versions": 0,
     "progress": 0,
     "wire": 1,
     "core": 2,
@@ -44,6 +45,7 @@ SIDEWAYS = {("checkpoint", "tracking"), ("demo", "cli"), ("cli", "demo")}
 THIRD_PARTY = {
     "errors": set(),
     "counters": set(),
+    "versions": set(),
     "progress": {"rich"},
     "metrics": {"prometheus_client", "opentelemetry"},
     "wire": {"numpy", "msgpack"},

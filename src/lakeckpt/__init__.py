@@ -8,6 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lakeckpt.versions import check_versions
+
+check_versions()
+
 __version__ = "0.1.0"
 
 _PUBLIC = {

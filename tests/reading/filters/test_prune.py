@@ -368,6 +368,10 @@ DECIMAL = {1: FIXED, 2: 2, 6: 5, 7: 1, 8: 4, 10: {5: {1: 1, 2: 4}}}
 def test_bounds_are_used_where_their_meaning_is_sure(
     element: dict[int, Any], kind: pa.DataType, statistics: dict[int, Any], options: dict[str, Any], wanted: Any
 ) -> None:
+    if int(pa.__version__.split(".")[0]) < 25 and (
+        options.get("orders") == OTHER_ORDER or element == {1: I32, 10: {15: {}}}
+    ):
+        pytest.skip("this pyarrow reads unknown orders as known ones, and refuses a footer with a wrong float16")
     assert known(crafted(element, statistics, **options), kind) == (wanted is not None)
 
 
