@@ -39,6 +39,7 @@ from lakeckpt.data.options import check_only_reader, flag, optional, refuse, who
 from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.reader import LoaderReader, sources_of
 from lakeckpt.data.prefetch import Stage
+from lakeckpt.data.shown import shown_loader
 from lakeckpt.data.source import gives
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.data.workers.pool import Workers
@@ -391,6 +392,9 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def _readers(self) -> dict[str, LoaderReader]:
         """The sides that checkpoint managers see, by what is added to the loader's name: one for each source."""
         return sources_of(self, self.dataset.sources) if isinstance(self.dataset, MixedDataset) else {"": self._reader}
+
+    def __repr__(self) -> str:
+        return shown_loader(self)
 
     def _check_goes_on(self) -> None:
         if self._restarts is not None:

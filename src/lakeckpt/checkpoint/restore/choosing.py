@@ -22,7 +22,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.format.begins import said_of
@@ -49,6 +49,7 @@ from lakeckpt.checkpoint.persist.log import (
     slot_path,
 )
 from lakeckpt.checkpoint.report import DamageWarning
+from lakeckpt.checkpoint.restore.changes import facts_of, recorded, say_changes
 from lakeckpt.checkpoint.restore.from_memory import Offer, where_it_goes_on
 from lakeckpt.checkpoint.restore.rest_of_epoch import is_carried_over
 from lakeckpt.checkpoint.restore.rollback import before_orders, never_removed, no_such_step, restorable
@@ -142,10 +143,12 @@ class Chooser(LogReader):
         world_size: int,
         speaker: bool,
         step: int | None = None,
+        objects: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(storage, step, speaker=speaker)
         self._goes_back_to = step
+        self._objects = objects or {}
         self._world_size = world_size
         self._clock = clock
 
@@ -250,6 +253,7 @@ class Chooser(LogReader):
                 write_id=uuid.uuid4().hex,
                 host=socket.gethostname(),
                 pid=os.getpid(),
+                facts=recorded(facts_of(self._objects), before[-1] if before else None, self._objects),
             )
             self._taken = slot
             try:
@@ -261,6 +265,7 @@ class Chooser(LogReader):
                 continue
             if before:
                 _LOG.info("%s takes the run over from %s", said_of(begin), said_of(before[-1]))
+                say_changes(begin, before[-1], self._objects)
             with contextlib.suppress(StorageError):  # what dead writers left is in nobody's way
                 clear_leftovers(self._storage)
             return {"begun": str(slot)}
