@@ -25,7 +25,9 @@ stable, machine-readable name::
     │   ├── CheckpointDamaged      bytes are not what was written: an older one is tried
     │   ├── CheckpointMismatch     it does not fit the live objects: fix the script
     │   ├── AttemptSuperseded      a newer attempt owns the run: stop
+    │   ├── RunInUse               ``exclusive=True``, and the run's job is alive: stop that job first
     │   ├── SaveFailed             the store refused, or ranks are silent: training may go on, nothing was committed
+    │   │   ├── SaveRefused        no retry mends it: no permission, no bucket, a full disk
     │   │   └── SaveSkipped        another cut was persisted instead of this one
     │   ├── UnannouncedChange  the state changed between a cut and the fence: call manager.fence() before it does
     │   └── AgentError             the process that persists cannot be started or reached: see its log
@@ -66,7 +68,9 @@ __all__ = [
     "ObjectChanged",
     "ObjectExists",
     "ObjectMissing",
+    "RunInUse",
     "SaveFailed",
+    "SaveRefused",
     "SaveSkipped",
     "SchemaError",
     "StateError",
@@ -212,8 +216,16 @@ class AttemptSuperseded(CheckpointError, kind="attempt_superseded"):
     """A newer attempt owns the run; this one must stop."""
 
 
+class RunInUse(CheckpointError, kind="run_in_use"):
+    """The job of this run is alive, and the manager is exclusive: nothing was changed."""
+
+
 class SaveFailed(CheckpointError, kind="save_failed"):
     """A checkpoint could not be written, or parts of it are missing. Nothing was committed; training may go on."""
+
+
+class SaveRefused(SaveFailed, kind="save_refused"):
+    """A store refuses checkpoints for a reason that no retry mends: no permission, no bucket, a full disk."""
 
 
 class SaveSkipped(SaveFailed, kind="save_skipped"):

@@ -164,7 +164,9 @@ class HubExchange(Exchange):
     def fetch(self, key: str, /) -> bytes:
         self.fetched.append(key)
         with self.hub.changed:
-            assert self.hub.changed.wait_for(lambda: key in self.hub.notes, PATIENCE_S)
+            assert self.hub.changed.wait_for(lambda: key in self.hub.notes or 0 in self.hub.gone, PATIENCE_S)
+            if key not in self.hub.notes:
+                raise MissingRanksError("rank 0 is gone")
             return self.hub.notes[key]
 
     def peek(self, key: str, /) -> bytes | None:

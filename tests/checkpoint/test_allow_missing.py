@@ -75,7 +75,7 @@ def test_a_single_name_is_a_name() -> None:
     assert manager(storage, objects).restore(allow_missing="ema") == 1
 
 
-def test_a_reader_that_joined_later_counts_from_then_on_and_the_audit_proves_it(tmp_path: Path) -> None:
+def test_a_reader_that_joined_later_counts_from_then_on_and_the_audit_proves_no_step_before(tmp_path: Path) -> None:
     write_table(tmp_path / "lake")
     run = tmp_path / "run"
     with lakeckpt.CheckpointManager(run, {"count": Counter()}) as saver:
@@ -90,7 +90,8 @@ def test_a_reader_that_joined_later_counts_from_then_on_and_the_audit_proves_it(
                 if number == 2:
                     break
     report = audit(open_storage(run))
-    assert report.verdict == "proved" and report.step == 6
+    assert (report.verdict, report.from_step, report.step, report.exit_status) == ("from step", 1, 6, 3)
+    assert report.headline == "PROVED FROM STEP 1" and "the rows of the first 1 steps were not" in report.words
     assert report.readers[0].epochs[0].once == 200
 
 

@@ -53,6 +53,7 @@ from tests.checkpoint.rig import (
     train_step,
     training,
 )
+from tests.checkpoint.seams import believing
 from tests.faults.faulty_storage import Fault, FaultyStorage
 from tests.patience import PATIENCE_S
 
@@ -61,7 +62,7 @@ def weights(objects: dict[str, Any]) -> list[list[float]]:
     return [one.detach().flatten().tolist() for one in objects["model"].parameters()]
 
 
-BESIDE = {"capture_every": 1, "timeout_s": PATIENCE_S, "on_save_failure": "warn"}
+BESIDE = {"capture_every": 1, "timeout_s": PATIENCE_S}
 
 
 def managed(storage: Any, objects: dict[str, Any], arenas: Path, **options: Any) -> CheckpointManager:
@@ -151,7 +152,7 @@ def test_every_consumed_row_is_recorded_once_whichever_cuts_were_committed(tmp_p
     storage = MemoryStorage()
     for attempt in range(3):
         objects = make_with_reader()
-        options = {"persist_every": persist_every, "on_save_failure": "warn"}
+        options = {"persist_every": persist_every}
         with managed(storage, objects, tmp_path / str(attempt), **options) as saver:
             saver.restore()
             with warnings.catch_warnings():
@@ -233,7 +234,7 @@ def test_ranks_that_are_not_at_one_cut_are_told_so_whatever_a_failure_does(tmp_p
 
     def body(rank: int, exchange: Any) -> None:
         objects = training() | {"reader": Reader(rank=rank, world_size=2, seed=rank)}
-        options = {"exchange": exchange, "waiter": waiter, "persist_every": 3, "on_save_failure": "warn"}
+        options = {"exchange": exchange, "waiter": waiter, "persist_every": 3}
         with managed(storage, objects, tmp_path, **options) as saver:
             saver.restore()
             train(saver, objects, 3)
@@ -261,7 +262,7 @@ def test_ranks_save_one_cut_at_the_end_of_an_epoch_though_one_has_captured_it_be
     def body(rank: int, exchange: Any) -> None:
         threading.current_thread().name = f"rank {rank}"
         objects = training() | {"reader": Reader(rank=rank, world_size=2, rows=40)}
-        with managed(storage, objects, tmp_path, exchange=exchange, waiter=waiter, on_save_failure="raise") as saver:
+        with managed(storage, objects, tmp_path, exchange=exchange, waiter=waiter, fail_after=0) as saver:
             saver.restore()
             for _ in objects["reader"]:
                 saver.step()
@@ -325,14 +326,14 @@ def test_a_save_that_is_left_out_for_a_newer_one_is_no_failure(tmp_path: Path) -
         for steps in (1, 2):  # the first is taken before there are others
             train(saver, objects, steps)
             background._engine.wait()
-            saver._read_results(background)  # as the next step does
+            saver._reporter.report(background.results())  # as the next step does
             assert begun.wait(PATIENCE_S)
         try:
             assert len(background._pending) == 3
             go_on[0].set()
             while len(background._pending) > 1:  # 1 is committed, 2 left out
                 assert background._agent.wait(PATIENCE_S)
-                saver._read_results(background)
+                saver._reporter.report(background.results())
         finally:
             for event in go_on:
                 event.set()
@@ -387,7 +388,7 @@ def test_a_job_whose_arena_does_not_fit_on_one_rank_is_refused_on_all(
 
     def body(rank: int, exchange: Any) -> None:
         objects = training()
-        with managed(storage, objects, tmp_path, exchange=exchange, waiter=waiter, on_save_failure="warn") as saver:
+        with managed(storage, objects, tmp_path, exchange=exchange, waiter=waiter) as saver:
             saver.restore()
             train(saver, objects, 1)
             saver.save()
@@ -429,7 +430,7 @@ def test_memory_that_is_gone_costs_captures_and_is_told_once_and_at_each_save(
             objects["model"].register_buffer("grown", torch.zeros(2**20))
             steps(10)
             lost = [str(one.message) for one in told if one.category is SaveWarning]
-            assert len(lost) == 3 and all("does not fit" in one for one in lost)
+            assert len(lost) == 2 and all("does not fit" in one for one in lost)
             with pytest.raises(SaveFailed, match="does not fit"):
                 saver.save()
             is_full = False
@@ -469,6 +470,7 @@ def test_training_goes_on_where_no_more_threads_can_be_started_for_a_while(
     storage, objects = MemoryStorage(), training()
     with managed(storage, objects, tmp_path, persist_every=3) as saver:
         saver.restore()
+        believing(saver)
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", refuse)
             with pytest.warns(SaveWarning, match=r"can't start new thread.*ulimit -u"):
@@ -513,7 +515,7 @@ def test_a_step_that_is_saved_twice_keeps_no_later_one_from_being_saved(tmp_path
 
 def test_saves_that_are_never_captured_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, objects = MemoryStorage(), training()
-    with contextlib.suppress(KeyError), managed(storage, objects, tmp_path, on_save_failure="raise") as saver:
+    with contextlib.suppress(KeyError), managed(storage, objects, tmp_path, fail_after=0) as saver:
         saver.restore()
         train(saver, objects, 1)
         saver.save()
@@ -576,43 +578,43 @@ def test_leaving_saves_the_last_cut_again_where_its_save_fails_and_that_is_a_war
         if method == "put" and path.startswith("objects/") and not failed:
             assert left.wait(PATIENCE_S)
             failed.append(path)
-            raise StorageError(errno.ENOSPC, "the disk is full")
+            raise SaveFailed("the store is away")
 
     saver = managed(FaultyStorage(storage, before=before), objects, tmp_path, persist_every=3)
     saver.restore()
+    believing(saver)
     made = train(saver, objects, 3)
     left.set()
-    with pytest.warns(SaveWarning, match=r"without a checkpoint of step 3: .*the disk is full"):
+    with pytest.warns(SaveWarning, match=r"without a checkpoint of step 3: .*the store is away"):
         saver.__exit__(None, None, None)
     assert steps_of(storage) == [3] and restored(storage) == (3, made[3])
 
 
 def test_the_warning_of_a_save_that_failed_names_its_step(tmp_path: Path) -> None:
-    storage, objects, is_full = MemoryStorage(), training(), threading.Event()
+    storage, objects, is_away = MemoryStorage(), training(), threading.Event()
 
     def before(method: str, path: str) -> None:
-        if method == "put" and is_full.is_set():
-            raise StorageError(errno.ENOSPC, "the disk is full")
+        if method == "put" and is_away.is_set():
+            raise SaveFailed("the store is away")
 
     with managed(FaultyStorage(storage, before=before), objects, tmp_path, persist_every=2) as saver:
         saver.restore()
+        believing(saver)
         background = saver._saves
         assert background is not None
-        is_full.set()
+        is_away.set()
         train(saver, objects, 2)
         background._engine.wait()
         background._order_ready()
         assert background._agent.wait(PATIENCE_S)
-        with pytest.warns(SaveWarning, match=r"without a checkpoint of step 2: .*the disk is full"):
+        with pytest.warns(SaveWarning, match=r"without a checkpoint of step 2: .*the store is away"):
             train(saver, objects, 1)
-        is_full.clear()
+        is_away.clear()
     assert steps_of(storage) == [3]
 
 
-@pytest.mark.parametrize("on_save_failure", ["raise", "warn"])
-def test_a_failure_that_is_heard_of_together_with_a_commit_before_it_is_told(
-    tmp_path: Path, on_save_failure: str
-) -> None:
+@pytest.mark.parametrize("fail_after", [0, 60])
+def test_a_failure_that_is_heard_of_together_with_a_commit_before_it_is_told(tmp_path: Path, fail_after: int) -> None:
     storage, objects, begun, go_on = MemoryStorage(), training(), threading.Event(), threading.Event()
 
     def before(method: str, path: str) -> None:
@@ -620,10 +622,10 @@ def test_a_failure_that_is_heard_of_together_with_a_commit_before_it_is_told(
             begun.set()
             assert go_on.wait(PATIENCE_S)
         if method == "put" and f"{2:012d}-" in path:
-            raise StorageError(errno.ENOSPC, "the disk is full")
+            raise SaveFailed("the store is away")
 
     faulty = FaultyStorage(storage, before=before)
-    saver = managed(faulty, objects, tmp_path, on_save_failure=on_save_failure)
+    saver = managed(faulty, objects, tmp_path, fail_after=fail_after)
     saver.restore()
     background = saver._saves
     assert background is not None
@@ -637,11 +639,11 @@ def test_a_failure_that_is_heard_of_together_with_a_commit_before_it_is_told(
     finally:
         go_on.set()
     background.wait()  # both are heard of by the next call
-    if on_save_failure == "raise":
-        with pytest.raises(SaveFailed, match="the disk is full"):
+    if not fail_after:
+        with pytest.raises(SaveFailed, match="the store is away"):
             saver.wait()
     else:
-        with pytest.warns(SaveWarning, match=r"without a checkpoint of step 2: .*the disk is full"):
+        with pytest.warns(SaveWarning, match=r"without a checkpoint of step 2: .*the store is away"):
             train(saver, objects, 1)
     info = saver.wait()  # the commit is not forgotten
     assert info is not None and info.step == 1

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+import lakeckpt
+from lakeckpt.checkpoint import async_save, opening, sync_save
 from lakeckpt.checkpoint import manager as manager_module
-from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.report import CaptureWarning, SaveWarning
 from lakeckpt.checkpoint.restore import restorer
@@ -33,10 +35,24 @@ from lakeckpt.errors import (
     TrackingError,
     UnsupportedValue,
 )
+from lakeckpt.lake.table.table import Table
 from lakeckpt.tracking.waiting import SystemWaiter
-from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, Reader, manager, run_ranks, train_step, training
+from tests.checkpoint.flow_readers import FlowReader
+from tests.checkpoint.rig import (
+    Counter,
+    HubExchange,
+    MemoryStorage,
+    Reader,
+    good,
+    manager,
+    run_ranks,
+    train_step,
+    training,
+)
+from tests.checkpoint.scripts import write_table
 from tests.checkpoint.seams import ThreadAgent, manager_with
 from tests.faults.faulty_storage import FaultyStorage
+from tests.patience import PATIENCE_S
 
 TIMEOUT_S = 10_000.0
 
@@ -190,7 +206,7 @@ def results_of(
 
     def body(rank: int, exchange: HubExchange) -> Any:
         mine = Rank(rank, storage)
-        beside = {"persist_every": 2, "timeout_s": TIMEOUT_S, "on_save_failure": "raise", **options}
+        beside = {"persist_every": 2, "timeout_s": TIMEOUT_S, "fail_after": 0, **options}
         saver = manager(mine.storage, mine.objects, exchange=exchange, **beside)
         saver.restore()
         batches = iter(mine.objects["reader"])
@@ -235,18 +251,116 @@ def test_both_ranks_raise_the_one_error_with_its_cause(
     results = results_of(way, monkeypatch, storage, failing, good=good, **beside)
     own, other = results[failing], results[1 - failing]
     assert isinstance(own, kind) and "the cause" in str(own), results
-    assert type(other) is (kind if issubclass(kind, LakeckptError) else CheckpointError), results
+    assert isinstance(other, kind if issubclass(kind, LakeckptError) else CheckpointError), results
     assert "the cause" in str(other) and f"rank {failing}" in str(other), other
     assert [one.step for one in read_history(storage).chain] == [2] * (good == 2)
 
 
-@pytest.mark.parametrize(("persist_every", "on_save_failure"), [(10**9, "raise"), (2, "warn")])
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
+    return lakeckpt.open_table(write_table(tmp_path_factory.mktemp("lake")))
+
+
+def a_table_index_that_cannot_be_written(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    for module in (async_save, sync_save):
+        patch.setattr(module, "write_documents", _raises(SaveFailed("the cause")))
+
+
+def a_commit_that_cannot_be_written(rank: Rank, patch: pytest.MonkeyPatch) -> None:
+    rank.refuse = lambda method, path: _raises(_full())() if method == "put_new" and path.startswith("log/") else None
+
+
+OF_RANK_0 = {
+    "table index cannot be written": a_table_index_that_cannot_be_written,
+    "commit cannot be written": a_commit_that_cannot_be_written,
+}
+QUICK = {
+    *(("state cannot be built", every, 2) for every in (None, 1)),
+    *((name, every, 0) for name in OF_RANK_0 for every in (None, 2)),
+    *((name, 2, 2) for name in CAPTURED),
+}
+FLOWS = [
+    pytest.param(
+        way,
+        every,
+        failing,
+        id=f"{name} on rank {failing}, {'synchronous' if every is None else f'captured every {every}'}",
+        marks=[] if (name, every, failing) in QUICK else [pytest.mark.soak],
+    )
+    for every in (None, 1, 2)
+    for failing in (0, 2)
+    for name, way in {
+        **{name: way for name, (way, _) in (EITHER if every is None else EITHER | CAPTURED).items()},
+        **(OF_RANK_0 if failing == 0 else {}),
+    }.items()
+    if not name.startswith("reader")  # where the reader itself fails, its rank has no record
+]
+
+
+@pytest.mark.parametrize(("way", "capture_every", "failing"), FLOWS)
+def test_a_save_of_a_flow_that_fails_once_on_one_of_three_ranks_fails_no_later_save(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    table: Table,
+    way: Callable[[Rank, pytest.MonkeyPatch], None],
+    capture_every: int | None,
+    failing: int,
+) -> None:
+    storage, meeting = MemoryStorage(), threading.Barrier(3, timeout=PATIENCE_S)
+    beside = {} if capture_every is None else {"capture_every": capture_every, "arenas": tmp_path}
+
+    def body(rank: int, exchange: HubExchange) -> list[int]:
+        mine, failed = Rank(rank, storage), []
+        mine.objects["reader"] = reader = FlowReader(table, rank=rank, world_size=3, num_lanes=6)
+        saver = manager(
+            mine.storage,
+            mine.objects,
+            exchange=exchange,
+            persist_every=2,
+            timeout_s=TIMEOUT_S,
+            keep=9,
+            fail_after=0,
+            **beside,
+        )
+        saver.restore()
+        batches = iter(reader)
+        for step in range(1, 9):
+            if step == 4 and rank == failing:
+                mine.fails.set()
+                way(mine, monkeypatch)
+            meeting.wait()
+            next(batches)
+            train_step(mine.objects)
+            try:
+                saver.step(reader.last_receipt)
+                if step % 2 == 0:
+                    saver.wait()
+            except (LakeckptError, RuntimeError):
+                failed.append(step)
+            meeting.wait()
+            if step == 4 and rank == failing:  # all is well again
+                mine.fails.clear()
+                monkeypatch.undo()
+                mine.objects["own"].__dict__.clear()
+                mine.objects["own"].value = 0.0
+        saver.close()
+        return failed
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CaptureWarning)
+        assert good(run_ranks(3, body)) == [[4]] * 3
+    assert [one.step for one in read_history(storage).chain] == [2, 6, 8]
+    report = audit(storage)
+    assert report.verdict == "proved", report.to_plain()
+
+
+@pytest.mark.parametrize(("persist_every", "fail_after"), [(10**9, 0), (2, 60)])
 def test_where_the_save_fails_as_rank_0_leaves_the_others_hear_of_it_before_its_notes_end_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persist_every: int, on_save_failure: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persist_every: int, fail_after: int
 ) -> None:
     storage = MemoryStorage()
     ranks = [Rank(rank, storage) for rank in range(2)]
-    options = {"persist_every": persist_every, "on_save_failure": on_save_failure, "timeout_s": TIMEOUT_S}
+    options = {"persist_every": persist_every, "fail_after": fail_after, "timeout_s": TIMEOUT_S}
 
     def body(rank: int, exchange: HubExchange) -> None:
         mine = ranks[rank]
@@ -290,9 +404,7 @@ def test_nobody_waits_for_a_rank_whose_loop_ended_by_an_exception(failing: int, 
                 raise KeyboardInterrupt("the cause")
 
         mine.refuse = interrupt
-        with manager(
-            mine.storage, mine.objects, exchange=exchange, waiter=waiter, timeout_s=TIMEOUT_S, on_save_failure="warn"
-        ) as saver:
+        with manager(mine.storage, mine.objects, exchange=exchange, waiter=waiter, timeout_s=TIMEOUT_S) as saver:
             saver.restore()
             saver.step()
             if rank == failing and not while_saving:
@@ -359,7 +471,7 @@ def test_where_one_rank_cannot_begin_to_capture_neither_begins_to_train(
         ({}, {"persist_every": timedelta(hours=1)}, "1:00:00 on rank 1"),
         ({"capture_every": 2}, {}, "capture_every: 2 on rank 0; None on rank 1"),
         ({"keep": 3}, {"keep": 2}, "keep: Keep(last=3"),
-        ({"on_save_failure": "warn"}, {}, "on_save_failure: warn on rank 0; raise on rank 1"),
+        ({"fail_after": 60}, {}, "fail_after: 60.0 on rank 0; 3600.0 on rank 1"),
     ],
 )
 def test_ranks_that_would_save_at_different_steps_are_told_so_when_they_restore(

@@ -31,6 +31,7 @@ from lakeckpt.errors import (
 )
 from lakeckpt.wire.envelope import dumps
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager, train_step, training
+from tests.checkpoint.seams import believing
 from tests.faults.faulty_storage import Fault, FaultyStorage
 
 
@@ -253,8 +254,9 @@ def test_a_save_that_failed_is_in_the_record_of_the_next() -> None:
     inner = MemoryStorage()
     storage = FaultyStorage(inner, fail_at={("put", n): Fault.ERROR for n in (1, 2)})
     reader = Reader()
-    saver = manager(storage, {"reader": reader}, persist_every=2, on_save_failure="warn")
+    saver = manager(storage, {"reader": reader}, persist_every=2)
     saver.restore()
+    believing(saver)
     batches = iter(reader)
     next(batches)
     saver.step()
@@ -341,7 +343,7 @@ def test_restore_comes_first_and_once() -> None:
         ({"n": Counter()}, {"keep": 0}),
         ({"n": Counter()}, {"timeout_s": 0}),
         ({"n": Counter()}, {"persist_every": 0}),
-        ({"n": Counter()}, {"on_save_failure": "ignore"}),
+        ({"n": Counter()}, {"fail_after": "an hour"}),
         ({"n": Counter()}, {"rank": 1}),
         ({"n": Counter()}, {"world_size": 2}),
         ({"n": Counter()}, {"group": object()}),

@@ -176,7 +176,7 @@ def one_fails(rank: int, world_size: int, folder: str, failing: int, way: str, c
 
     beside = {} if capture_every is None else {"capture_every": capture_every, "arenas": f"{folder}/arenas"}
     storage = FaultyStorage(LocalStorage(f"{folder}/run"), before=refuse)
-    options = {"persist_every": 2, "timeout_s": 10_000.0, "on_save_failure": "raise", **beside}
+    options = {"persist_every": 2, "timeout_s": 10_000.0, "fail_after": 0, **beside}
     try:
         with manager_with(storage, {**training(), "own": Own()}, **options) as manager:
             manager.restore()

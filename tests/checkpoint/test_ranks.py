@@ -344,9 +344,7 @@ def test_a_committer_that_cannot_commit_fails_the_save_on_all() -> None:
     def body(rank: int, exchange: HubExchange) -> Any:
         faults = {("put_new", n): Fault.ERROR for n in (2, 3, 4)} if rank == 0 else {}
         mine = FaultyStorage(storage, fail_at=faults)
-        saver = manager(
-            mine, {"n": Counter()}, exchange=exchange, waiter=waiter, on_save_failure="warn", persist_every=1
-        )
+        saver = manager(mine, {"n": Counter()}, exchange=exchange, waiter=waiter, persist_every=1)
         saver.restore()
         try:
             saver.save()

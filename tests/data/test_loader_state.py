@@ -308,3 +308,14 @@ def test_a_loader_that_was_started_can_be_copied(lake: Path) -> None:
     reader._reader.start()
     other = copy.deepcopy(reader)
     assert [batch["id"].tolist() for batch in other] == [batch["id"].tolist() for batch in reader]
+
+
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_the_length_is_known_at_the_end_of_an_epoch_of_other_ranks(lake: Path, batch_size: int | None) -> None:
+    before = loader_of(lake, batch_size=batch_size)
+    steps = len(some(before, len(before)))  # the loop counts, and does not ask for more
+    for rank in range(3):
+        loader = loader_of(lake, batch_size=batch_size, rank=rank, world_size=3)
+        loader.load_state_dict(before.state_dict())
+        assert len(loader) == steps
+        assert list(loader) == [] and len(loader) == len(list(loader)) > 0

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from lakeckpt import Batch, LakeDataset, LakeLoader, Ragged, TransformContext
+from lakeckpt import Batch, LakeDataset, LakeLoader, Ragged, TransformContext, prefetch
 from lakeckpt.data.transform import bind_transform, leading_sizes
 from lakeckpt.testing import assert_exactly_once
 from tests.data.reading import ROWS, as_json, loader_of, some
@@ -228,6 +228,52 @@ def _within(batch: Batch) -> dict[str, Batch]:
 def test_a_batch_that_a_transform_made_anew_comes_from_workers_too(lake: Path, num_workers: int) -> None:
     (found, *_) = LakeLoader(LakeDataset(lake, batch_size=10, transform=_within), num_workers=num_workers)
     assert len(found["inner"]["x"]) == 10
+
+
+# --- transforms that raise
+
+
+def fails_at_20(batch: Batch) -> Batch:
+    if 20 in batch["id"].tolist():
+        raise ZeroDivisionError("row 20")
+    return batch
+
+
+@pytest.mark.parametrize("kind", ["in process", "workers", "prefetch", "dataset", "rows", "another loader"])
+def test_an_iterator_whose_transform_raised_raises_the_same_again_and_never_looks_ended(lake: Path, kind: str) -> None:
+    dataset = LakeDataset(lake, batch_size=4, transform=fails_at_20, rank=0, world_size=1)
+    readers = {
+        "in process": lambda: LakeLoader(dataset),
+        "workers": lambda: LakeLoader(dataset, num_workers=1),
+        "prefetch": lambda: prefetch(LakeLoader(dataset)),
+        "dataset": lambda: dataset,
+        "rows": lambda: LakeLoader(LakeDataset(lake, batch_size=4, transform=fails_at_row_20, rows="many")),
+        "another loader": lambda: torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=1),
+    }
+    batches = iter(readers[kind]())
+    with pytest.raises(ZeroDivisionError, match="row 20"):
+        list(batches)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError, match="row 20"):
+            next(batches)
+
+
+def fails_at_row_20(row: Batch) -> Any:
+    if row["id"] == 20:
+        raise ZeroDivisionError("row 20")
+    yield dict(row)
+
+
+def test_a_new_iterator_goes_on_at_the_batch_whose_transform_raised(lake: Path) -> None:
+    loader = loader_of(lake, shuffle=False, transform=fails_at_20)
+    batches = iter(loader)
+    assert len(list(itertools.islice(batches, 5))) == 5
+    errors = []
+    for anew in (False, False, True):
+        with pytest.raises(ZeroDivisionError) as caught:
+            next(iter(loader) if anew else batches)
+        errors.append(caught.value)
+    assert errors[0] is errors[1] is not errors[2]
 
 
 # --- rows that are held back

@@ -115,13 +115,13 @@ def test_a_fault_that_stays_is_a_typed_error_in_bounded_time(
     s3: S3, proxy: FaultProxy, fault: HttpFault, kind: type[StorageError], says: str
 ) -> None:
     opened(s3, proxy).put("a/x", [DATA])
-    storage = opened(s3, proxy, attempt_s=0.5, total_s=6.0, max_attempts=3)
+    storage = opened(s3, proxy, attempt_s=0.5, total_s=1.0, pause_s=0.4)
     before = len(proxy.requests)
     proxy.faults = [Where(lambda request: True, fault)]
     with pytest.raises(kind, match=says) as caught:
         storage.read("a/x", 100, 1000)
     assert f"cannot read 'a/x' in s3://{s3.bucket}/run: " in str(caught.value)
-    assert 1 <= len(proxy.requests) - before <= 3
+    assert len(proxy.requests) > before
     assert caught.value.errno is not None
 
 
@@ -135,14 +135,14 @@ def test_an_object_without_a_checksum_is_held_to_its_length(storage: ObjectStora
 
 
 def test_nothing_but_the_attempts_of_ours_reaches_the_store(s3: S3, proxy: FaultProxy) -> None:
-    storage = opened(s3, proxy, max_attempts=4)
+    storage = opened(s3, proxy, total_s=0.5)
     storage.put("a/x", [DATA])
-    for call, attempts in (("read all", 4), ("list", 4), ("put", 4), ("delete", 4)):
+    for call in ("read all", "list", "put", "delete"):
         proxy.faults = [Where(lambda request: True, HttpFault.ERROR)]
         before = len(proxy.requests)
-        with pytest.raises(StorageError, match=r"\(4 attempts in "):
+        with pytest.raises(StorageError, match=r"\(\d+ attempts? in ") as caught:
             CALLS[call](storage)
-        assert len(proxy.requests) - before == attempts
+        assert f"({len(proxy.requests) - before} attempt" in str(caught.value)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -225,9 +225,8 @@ def test_the_store_is_asked_once_whether_it_honours_the_condition(
     assert s3.keys() == ["run/log/0", "run/log/1", "run/log/2"]
 
 
-def test_a_conditional_put_whose_every_answer_is_lost_is_an_error_and_there(
-    storage: ObjectStorage, proxy: FaultProxy
-) -> None:
+def test_a_conditional_put_whose_every_answer_is_lost_is_an_error_and_there(s3: S3, proxy: FaultProxy) -> None:
+    storage = opened(s3, proxy, total_s=2.0)
     storage.put_new("warm", b"1")
     proxy.faults = [Where(lambda request: request.method == "PUT", HttpFault.LOST_ANSWER)]
     with pytest.raises(StorageError, match="cannot write 'log/0'"):
@@ -270,7 +269,7 @@ def test_an_upload_outlives_a_fault_at_each_of_its_requests(s3: S3, proxy: Fault
 
 
 def test_an_upload_that_fails_is_aborted_and_never_an_object(s3: S3, proxy: FaultProxy) -> None:
-    storage = opened(s3, proxy, max_attempts=2)
+    storage = opened(s3, proxy, total_s=0.5, slowest_bytes_per_s=1 << 40)
     proxy.faults = [Where(lambda request: request.query.get("partNumber") == "2", HttpFault.ERROR)]
     with pytest.raises(StorageError, match="500 InternalError"):
         storage.put("x", parts(3))
@@ -318,7 +317,7 @@ def answering(options: dict[str, Any], **told: Any) -> Iterator[Storage]:
         thread.start()
         place = {"endpoint": f"http://127.0.0.1:{server.server_port}", "region": "us-east-1"}
         try:
-            yield open_storage("s3://bucket/run", storage_options={**place, **QUICK, "max_attempts": 1, **options})
+            yield open_storage("s3://bucket/run", storage_options={**place, **QUICK, "total_s": 0.001, **options})
         finally:
             server.shutdown()
             thread.join()
@@ -350,7 +349,7 @@ def test_keys_that_expire_every_two_seconds_are_renewed_before_they_do() -> None
 
 
 def test_secrets_are_in_no_name_and_no_error() -> None:
-    options = {"key": "k", "secret": "canary/5ecr3t+=", "token": "canary-token", "max_attempts": 1}
+    options = {"key": "k", "secret": "canary/5ecr3t+=", "token": "canary-token"}
     with answering(options, keys=staticmethod(set), refusal="not canary/5ecr3t+= of k") as storage:
         with pytest.raises(StorageError, match=r"403 InvalidAccessKeyId: not \*\*\* of k") as caught:
             storage.read("x", 0, 10)

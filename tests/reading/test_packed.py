@@ -114,6 +114,21 @@ def test_sequences_are_what_a_plain_model_says(
             check_sequence(one, follows, follows if masks_ends else in_group, masks_ends=masks_ends)
 
 
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_no_token_inside_of_a_document_has_the_label_of_another_document(lanes: int, tmp_path: Path) -> None:
+    texts = write(tmp_path, [[5, 9, 4, 11] * 20], pa.list_(pa.int32()), 8)
+    table, packing = (
+        open_table(tmp_path),
+        Packing(column="tokens", length=16, labels=True, masks_ends=False, padding=ADDED),
+    )
+    counted = count_tokens(table, packing)
+    follows = {a: b for one in texts for a, b in itertools.pairwise(one)}
+    sequences = decoded(table, packing, counted, OrderSpec(seed=1, shuffle=True, window=2), lanes)
+    pairs = [pair for one in sequences for pair in zip(one["tokens"].tolist(), one["labels"].tolist(), strict=True)]
+    labels = {token: label for token, label in pairs if token in follows}  # a window or a lane cuts some documents
+    assert labels == follows
+
+
 def row_groups(texts: list[list[int]], files: list[int], rows: int) -> list[list[list[int]]]:
     """Return the documents of each row group; ``files`` has how many documents are in each file."""
     mine = iter(texts)
@@ -135,8 +150,7 @@ def check_sequence(
     for place in range(count):
         number, position = (number + 1, 0) if begins[place] else (number, position + 1)
         assert (one["document_ids"][place], one["position_ids"][place]) == (number, position)
-        within = place + 1 < count and not begins[place + 1]
-        if within or masks_ends:
+        if tokens[place] in follows or masks_ends:  # also where a sequence, a window or a lane cuts the document
             assert labels[place] == follows.get(tokens[place], NO_LABEL)
         elif place + 1 < count:
             assert labels[place] == tokens[place + 1]

@@ -143,15 +143,15 @@ class Background:
         captured = False
         failure: Exception | None = None
         try:
+            pending = self._pending_of(step)
+            self._journal.handed_over(pending, step)  # on all ranks, also where one of them fails below
             if any(not one.is_ordered for one in self._pending.values()):
                 self._engine.finish()  # all ranks order a save before the next one
                 self._order_ready()
-            pending = self._pending_of(step)
             self._write_documents()
             good = checked_metric(metric)
             captured = self._has_captured(step) or self._capture(step, pending, must=True, patient=patient)
             self._count_missed(step, captured)
-            self._journal.handed_over(pending, step)
         except ArenaError as error:
             failure = self._without_arena(step, error)
         except Exception as error:

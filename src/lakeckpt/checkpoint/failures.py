@@ -21,11 +21,12 @@ from lakeckpt.errors import (
     MissingRanksError,
     ObjectMissing,
     SaveFailed,
+    SaveRefused,
     StateError,
     TrackingError,
     UnsupportedValue,
 )
-from lakeckpt.lake.storage.base import Storage
+from lakeckpt.lake.storage.base import Storage, is_lasting
 from lakeckpt.tracking.notes import STOPPED, Note, error_from_text, error_to_text
 from lakeckpt.tracking.waiting import Waiter
 
@@ -41,6 +42,7 @@ __all__ = [
     "publish_failure",
     "published_failure",
     "save_error",
+    "save_failed",
 ]
 
 _SLICE_S = 0.25
@@ -56,6 +58,14 @@ def save_error(text: str, *, prefix: str = "") -> LakeckptError:
     if isinstance(found, (CheckpointError, TrackingError, StateError, UnsupportedValue, ConfigError)):
         return found
     return SaveFailed(str(found))
+
+
+def save_failed(text: str, cause: Exception) -> SaveFailed:
+    """Return the error of a save that fails for ``cause``, a store's error: `SaveRefused` if no retry mends it."""
+    refused = isinstance(cause, SaveRefused) or is_lasting(cause)
+    failure = (SaveRefused if refused else SaveFailed)(text)
+    failure.__cause__ = cause
+    return failure
 
 
 def _error_of(note: Note) -> LakeckptError:
@@ -111,7 +121,8 @@ def noted_stop(exchange: Exchange) -> tuple[int, LakeckptError] | None:
     if found is None:
         return None
     note = Note.from_bytes(found)
-    return note.first, save_error(note.error, prefix=f"rank {note.rank} has stopped: ")
+    error = save_error(note.error, prefix=f"rank {note.rank} has stopped: ")
+    return note.first, SaveRefused(str(error)) if type(error) is SaveFailed else error  # no retry brings the rank back
 
 
 def _key(save: SaveId) -> str:

@@ -1,11 +1,10 @@
 """This module defines `CheckpointManager`, which a training loop calls: restore, step, save, wait, latest, close.
 
 All ranks make one and call it alike. Only saves and restores communicate with other ranks, and the few notes by which
-rank 0 announces saves that fall by the clock. Without ``capture_every``, saves are synchronous: when `step` or `save`
-returns, the checkpoint is committed, and no thread outlives a call (`lakeckpt.checkpoint.sync_save`). With
-``capture_every``, cuts are captured beside training and persisted by an agent, and `step` only begins them
-(`lakeckpt.checkpoint.async_save`). The results of such saves are read by the next call of `step`, `save` or `wait`, on
-the thread that calls.
+rank 0 announces saves. Without ``capture_every``, saves are synchronous: when `step` or `save` returns, the checkpoint
+is committed, and no thread outlives a call (`lakeckpt.checkpoint.sync_save`). With ``capture_every``, cuts are captured
+beside training and persisted by an agent, and `step` only begins them (`lakeckpt.checkpoint.async_save`). The results
+of such saves are read by the next call of `step`, `save` or `wait`, on the thread that calls.
 """
 
 from __future__ import annotations
@@ -18,16 +17,19 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state
 from lakeckpt.checkpoint.async_save import Background
-from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, tracks_of
+from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
+from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
 from lakeckpt.checkpoint.failures import note_stop
 from lakeckpt.checkpoint.keep import Keep, held_metric
-from lakeckpt.checkpoint.opening import Place, open_saves, place_of
+from lakeckpt.checkpoint.opening import checked_place, open_saves, place_of
+from lakeckpt.checkpoint.outage import Outage
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.history import not_rolled_back
 from lakeckpt.checkpoint.persist.log import read_log
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.checkpoint.preemption.preemption import Preempted, Preemption
+from lakeckpt.checkpoint.presence import Presence
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of
 from lakeckpt.checkpoint.report import CheckpointInfo, Reporter, RestoreReport, SaveHandle
 from lakeckpt.checkpoint.restore.restorer import Restorer
@@ -75,10 +77,13 @@ class CheckpointManager:
             ``grace_s`` seconds later, or is gone, all end at once and save nothing; agents persist what was captured.
         requeue: ``"slurm"``: rank 0 then runs ``scontrol requeue``, but not where a rank is gone.
         on_save: called with the `CheckpointInfo` of each checkpoint that this manager commits, on the training thread.
-        on_save_failure: ``"raise"``, or ``"warn"`` and train on where a save by policy fails; a failure of the last
-            save, at the end of the ``with`` block, is raised in both cases. A superseded attempt, a
-            disagreement of the ranks and a state that cannot be taken or written always raise. A save that is skipped
-            for a newer one is no failure.
+        fail_after: for how long failed saves by policy are warnings, from the first of them on: seconds, or a
+            timedelta. Saves are then tried ever later (after 20 s, then 40 s, up to 5 minutes). Raised at once: a
+            failure of the first save, of `save` and of the last save, and what no retry mends (`SaveRefused`, a state
+            that cannot be written, a superseded attempt). A save that is skipped for a newer one is no failure.
+        on_save_failure: refused; ``fail_after`` has taken its place.
+        exclusive: `restore` raises `RunInUse` where another job that trains this run is alive, instead of taking the
+            run over (docs/how-to/one-job.md). A job that its launcher starts again is never refused.
 
     Collective over the ranks: construction, `restore`, `save`, leaving the ``with``, and those `step` at which a save
     falls.
@@ -103,32 +108,35 @@ class CheckpointManager:
         grace_s: float = 15.0,
         requeue: Literal["slurm"] | None = None,
         on_save: Callable[[CheckpointInfo], object] | None = None,
-        on_save_failure: Literal["raise", "warn"] = "raise",
+        fail_after: float | timedelta = 3600.0,
+        on_save_failure: None = None,
+        exclusive: bool = False,
     ) -> None:
         self._objects = checked_state(state)
-        check_settings(on_save_failure, timeout_s)
+        fail_after_s = check_settings(fail_after, on_save_failure, timeout_s)
         check_capturing(capture_every, arenas, bubbles)
         every = interval_of(persist_every)
         rule = keep if isinstance(keep, Keep) else Keep(last=keep)
-        if not isinstance(uri, (str, PathLike, Storage)):
-            raise ConfigError(f"a run lies at a folder, a URL or in a Storage, got {uri!r}")
-        self._storage = uri if isinstance(uri, Storage) else open_storage(uri, storage_options=storage_options)
+        place = checked_place(uri)
+        self._storage = place if isinstance(place, Storage) else open_storage(place, storage_options=storage_options)
         self._exchange, self._waiter = self._talk(group, timeout_s, alone=world_size == 1)
         check_topology(self._exchange, rank, world_size)
         self._capture_every = capture_every
-        place = None if capture_every is None else place_of(self._storage, uri, storage_options or {}, arenas)
-        self._place: Place | None = place
+        self._place = None if capture_every is None else place_of(self._storage, uri, storage_options or {}, arenas)
+        self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
         self._bubbles = bubbles
         self._keeper: ProfileKeeper | None = None
         self._saves: Saver | Background | None = None
         self._settings = Settings(keep=rule, timeout_s=timeout_s)
         self._counters = RunCounters(describe(self._storage), self._exchange.rank)
         self._uncount: Callable[[], object] = lambda: None
-        self._reporter = Reporter(on_save, warns=on_save_failure == "warn", counters=self._counters)
+        outage = Outage(fail_after_s, self._waiter)
+        self._reporter = Reporter(on_save, outage=outage, counters=self._counters)
         self._preemption = Preemption(save_on, self._exchange, self._reporter, grace_s=grace_s, requeue=requeue)
         self._shared = {"persist_every": str(every), "capture_every": repr(capture_every), "keep": repr(rule)}
-        self._shared |= {"on_save_failure": on_save_failure, "save_on": self._preemption.names}
-        self._schedule = Schedule(every, self._exchange, self._waiter)
+        self._shared |= {"fail_after": str(fail_after_s), "save_on": self._preemption.names}
+        self._schedule = Schedule(every, self._exchange, self._waiter, outage)
+        self._shared["exclusive"] = str(exclusive)
         self._tracks: dict[str, ReaderTrack] = {}
         self._step = 0
         self._metric: Any = None
@@ -140,8 +148,6 @@ class CheckpointManager:
     def _talk(group: Any, timeout_s: float, *, alone: bool) -> tuple[Exchange, Waiter]:
         """Return the exchange with the other ranks, and the clock."""
         return exchange_of(group, timeout_s, alone=alone), SystemWaiter()
-
-    # --- what is asked
 
     @property
     def steps_done(self) -> int:
@@ -179,9 +185,9 @@ class CheckpointManager:
         `CheckpointMismatch` listing all differences, and `StateError` if a reader refuses its state. In these cases
         nothing is changed on any rank and nothing is written, so that a job that is alive goes on. `CheckpointDamaged`
         if there are checkpoints and none is whole; `CheckpointNotFound` naming the steps that can be restored, if
-        ``step`` is none of them. Tensors of modules and optimizers are read in place, and then each object loads its
-        state. If that fails for good, as by a hook or a ``load_state_dict`` of your own that raises, they hold a
-        mixture of states, and the error says so.
+        ``step`` is none of them; `StorageError` naming the cut if the run is away (docs/how-to/one-job.md) and does not
+        come back within ``timeout_s``; `RunInUse` with ``exclusive=True``. Tensors are read in place. If an object
+        fails to load its state after that, they hold a mixture of states, and the error says so.
         """
         self._refuse_closed()
         if self._saves is not None:
@@ -194,14 +200,14 @@ class CheckpointManager:
         restorer = Restorer(
             self._storage, self._exchange, self._objects, step=step, arenas=arenas, allow_missing=missing
         )
-        done, attempt, self._report = restorer.restore()
+        done, attempt, self._report = restorer.restore(self._presence)
         # If one rank cannot begin, none does: the others would wait for it at the first save.
-        Together(self._exchange).do(lambda: self._begin(done, attempt))
+        note_sharing(Together(self._exchange).do(lambda: self._begin(done, attempt)), self._tracks)
         self._preemption.start(done, has_agent=self._place is not None)
         return done
 
-    def _begin(self, done: int, attempt: Attempt) -> None:
-        """Begin to count steps, and to capture, after a restore."""
+    def _begin(self, done: int, attempt: Attempt) -> Mapping[str, str]:
+        """Begin to count steps, and to capture, after a restore. Returns facts for `note_sharing`."""
         self._step, self._reporter.saved_step = done, attempt.recorded
         self._tracks.update(tracks_of(self._objects, attempt.number))
         objects = {name: one for name, one in self._objects.items() if name not in self._tracks}
@@ -224,6 +230,7 @@ class CheckpointManager:
         self._schedule.start(done)
         self._counters.begin(done, attempt.recorded, self._report.restored if self._report else None)
         self._uncount = RUNS.follow(self, self._counters)
+        return sharing_facts(objects, self._tracks, self._exchange.world_size)
 
     def step(self, batch: Any = None, *, metric: float | None = None) -> None:
         """Count an optimizer step, and save if the policy says so. Call it on every rank after each optimizer step,
@@ -250,16 +257,28 @@ class CheckpointManager:
         self._watch.stepped(cut_all(self._tracks, self._step, receipts))
         if self._bubbles is not None:
             self._bubbles.gate.cut(self._step)
-        with self._preemption.busy(), self._reporter.warning_of(self._step), self._reporter.stalling():
-            if self._schedule.is_due(self._step):
+        reporter, schedule = self._reporter, self._schedule
+        with (
+            self._preemption.busy(),
+            schedule.passing(self._step),
+            reporter.warning_of(self._step),
+            reporter.stalling(),
+        ):
+            if schedule.is_due(self._step):
                 self._save(saves, sync=False)
             else:
                 if self._capture_every is not None and self._step % self._capture_every == 0:
                     saves.cut(self._step)
-                self._read_results(saves)
+                reporter.report(saves.results())
         if self._preemption.stops_at(self._step):
             self._save_last()
             self._preemption.leave()
+
+    def skip(self, batch: Any) -> None:
+        """Record that this rank took ``batch`` (as `step` takes it) and trains nothing on it; call it before the next
+        `step`, with which its rows count as consumed. ``lakeckpt audit`` lists them: PROVED EXCEPT n rows."""
+        self._ready()
+        skip(by_reader(batch, self._tracks), self._tracks)
 
     @overload
     def save(self, *, metric: float | None = None, sync: Literal[True] = True) -> CheckpointInfo: ...
@@ -294,7 +313,7 @@ class CheckpointManager:
         if self._saves is not None:
             with self._preemption.busy():
                 self._saves.wait()
-            self._read_results(self._saves)
+            self._reporter.report(self._saves.results())
         return self._reporter.newest
 
     def fence(self) -> None:
@@ -310,8 +329,7 @@ class CheckpointManager:
             self._saves.fence()
 
     def close(self) -> None:
-        """Close what the manager has opened; save nothing. It may be called again. An agent goes on with what it has
-        begun to persist."""
+        """Close what the manager has opened; save nothing. It may be called again. An agent ends what it has begun."""
         self._close(well=True)
 
     def _close(self, *, well: bool) -> None:
@@ -326,6 +344,7 @@ class CheckpointManager:
                 if self._keeper is not None:
                     self._keeper.end()
             finally:
+                self._presence.close()
                 self._exchange.close()
                 self._preemption.close(well=well)
 
@@ -344,22 +363,17 @@ class CheckpointManager:
                 with self._preemption.busy(last=True):
                     self._save_last()
                 self._preemption.leave()
+                self._presence.done()
         except BaseException as own:
             failure = None if isinstance(own, Preempted) else own
             raise
         finally:
             if failure is not None and not self._closed:
-                self._stop(failure, at_exit=error is None)
+                if self._saves is None:
+                    note_stop(self._exchange, failure)  # no rank waits for this one until its time is over
+                else:
+                    self._saves.stop(failure, at_exit=error is None)
             self._close(well=failure is None)
-
-    # --- inside
-
-    def _stop(self, failure: BaseException, *, at_exit: bool) -> None:
-        """Tell the other ranks that this one stops, so that none waits for it until its time is over."""
-        if self._saves is None:
-            note_stop(self._exchange, failure)
-        else:
-            self._saves.stop(failure, at_exit=at_exit)
 
     def _save_last(self) -> None:
         """Save the last cut where it is not saved, on all ranks or on none, and wait for all saves."""
@@ -382,13 +396,12 @@ class CheckpointManager:
 
     def _read_results(self, saves: Saver | Background, *, wanted: int | None = None) -> None:
         self._reporter.report(saves.results(), wanted=wanted)
+        self._presence.saved(self._reporter.saved_step)
 
     def _ready(self) -> Saver | Background:
         self._refuse_closed()
         if self._saves is None:
-            raise ConfigError(
-                "call restore() before the first step: it begins the attempt, and returns 0 on a fresh start"
-            )
+            raise ConfigError("call restore() before the first step: it begins the attempt (at 0 on a fresh start)")
         return self._saves
 
     def _refuse_closed(self) -> None:

@@ -30,7 +30,7 @@ from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.waiting import Waiter
 from lakeckpt.wire.envelope import dumps
 
-__all__ = ["Place", "open_saves", "place_of"]
+__all__ = ["Place", "checked_place", "open_saves", "place_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,13 @@ class Place:
     uri: str
     storage_options: Mapping[str, Any]
     arenas: ArenaFolder
+
+
+def checked_place(uri: object) -> str | os.PathLike[str] | Storage:
+    """Return the place of a run. `ConfigError` if it is none."""
+    if not isinstance(uri, (str, os.PathLike, Storage)):
+        raise ConfigError(f"a run lies at a folder, a URL or in a Storage, got {uri!r}")
+    return uri
 
 
 def place_of(

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.outage import Outage
 from lakeckpt.checkpoint.persist.log import Damage
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import CheckpointError, LakeckptError, SaveFailed, SaveSkipped
@@ -142,11 +143,12 @@ class SaveHandle:
 class Reporter:
     """Reports the results of saves to the user: by ``on_save``, as warnings, and as errors.
 
-    The training thread calls it. ``warns``: the failure of a save by policy is a warning. ``counters`` count results.
+    The training thread calls it. ``outage`` decides which failures of saves by policy are warnings. ``counters`` count
+    results.
     """
 
     def __init__(
-        self, on_save: Callable[[CheckpointInfo], object] | None, *, warns: bool, counters: RunCounters
+        self, on_save: Callable[[CheckpointInfo], object] | None, *, outage: Outage, counters: RunCounters
     ) -> None:
         self._counters = counters
         self.newest: CheckpointInfo | None = None
@@ -155,7 +157,7 @@ class Reporter:
         """The optimizer step of the newest commit."""
         self._failed_step = 0
         self._on_save = on_save
-        self._warns = warns
+        self._outage = outage
         self._handles: list[SaveHandle] = []
 
     def handle(self, step: int, wait: Callable[[], object]) -> SaveHandle:
@@ -174,6 +176,7 @@ class Reporter:
             if one.info is not None:
                 remarks, failure = one.remarks, None
                 self.saved_step, self.newest = one.step, one.info
+                self._outage.committed()
                 self._counters.committed(one.step, one.info.created_s, one.took_s)
                 if self._on_save is not None:
                     self._on_save(one.info)
@@ -199,13 +202,12 @@ class Reporter:
     def warning_of(self, step: int) -> Iterator[None]:
         """Warn of a save by policy that fails within, at ``step`` or at a step that was saved before; or let the error
         through."""
-        self._failed_step = step
+        self._failed_step, begin_s = step, self._outage.now()
         try:
             yield
         except SaveFailed as error:
-            if not self._warns:
-                raise
-            text = f"training goes on without a checkpoint of step {self._failed_step}: {error}"
+            follows = self._outage.failed(error, begin_s)
+            text = f"training goes on without a checkpoint of step {self._failed_step}: {error}. Meanwhile {follows}"
             warnings.warn(text, SaveWarning, stacklevel=4)
 
 

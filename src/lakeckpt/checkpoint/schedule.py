@@ -1,15 +1,15 @@
 """This module decides on every rank whether a save falls at a step, without a message at most steps.
 
-Where saves fall every so many steps, each rank counts for itself. Where they fall by time, rank 0 alone looks at its
-clock, at *checks*. At a check it announces two steps: the next save (or none), and the next check. The other ranks read
-the announcement of cut c at the next cut, so that a save is always announced one step ahead, and a few announcements
-suffice for each save.
+Rank 0 alone decides, at *checks*. At a check it announces two steps: the next save (or none), and the next check. The
+other ranks read the announcement of cut c at the next cut, so that a save is always announced one step ahead, and a few
+announcements suffice for each save. Each save is a check, after it was made: if it has failed, rank 0 waits by its
+clock as long as the `Outage` says. Where saves fall every so many steps, there are no other checks while saves succeed.
 
-The next check lies halfway to the time of the next save, but at most an eighth of the interval ahead. Time is converted
-into steps by the slower of two paces: the pace since the start, and the pace since the check before. The next check is
-also no more steps ahead than were measured, because the first steps may be quick only while they fill a GPU's queue. So
-a save is late only by the time by which the steps in an eighth of the interval become slower. A single rank checks at
-every step.
+By the clock, the next check lies halfway to the time of the next save, but at most an eighth of the interval ahead.
+Time is converted into steps by the slower of two paces: the pace since the start, and the pace since the check before.
+The next check is also no more steps ahead than were measured, because the first steps may be quick only while they fill
+a GPU's queue. So a save is late only by the time by which the steps in an eighth of the interval become slower. A single
+rank then checks at every step.
 
 The module starts no threads. All calls come from the training thread.
 """
@@ -17,9 +17,13 @@ The module starts no threads. All calls come from the training thread.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
-from lakeckpt.errors import ConfigError
+from lakeckpt.checkpoint.failures import noted_stop
+from lakeckpt.checkpoint.outage import Outage
+from lakeckpt.errors import ConfigError, MissingRanksError
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.waiting import Waiter
 
@@ -46,13 +50,13 @@ def interval_of(every: object) -> int | timedelta:
 
 
 class Schedule:
-    """The schedule of one rank: a save ``every`` so many steps, or so much time.
+    """The schedule of one rank: a save ``every`` so many steps, or so much time, and later in an ``outage``.
 
-    Every rank calls `is_due` once for every step, in order.
+    Every rank calls `is_due` once for every step, in order, within `passing`.
     """
 
-    def __init__(self, every: int | timedelta, exchange: Exchange, waiter: Waiter) -> None:
-        self._every = every
+    def __init__(self, every: int | timedelta, exchange: Exchange, waiter: Waiter, outage: Outage) -> None:
+        self._every, self._outage = every, outage
         self._exchange = exchange
         self._waiter = waiter
         self._checked: int | None = None  # the step of a check whose announcement this rank has not read
@@ -69,41 +73,60 @@ class Schedule:
 
     def is_due(self, step: int) -> bool:
         """Return whether a save falls at ``step``: the same answer on every rank."""
-        if isinstance(self._every, int):
-            return step % self._every == 0
         if self._checked is not None:
-            self._save, self._check = json.loads(self._exchange.fetch(_note(self._checked)))
+            self._save, self._check = json.loads(self._announced(_note(self._checked)))
             self._checked = None
         due = self._save == step
         if due:
             self.begins()
-        if self._check == step:
-            self._announce(step)
         return due
+
+    @contextmanager
+    def passing(self, step: int) -> Iterator[None]:
+        """Announce at the end of the block, in which the save of ``step`` is made, when the next one falls."""
+        try:
+            yield
+        finally:
+            if self._check == step:
+                self._announce(step)
 
     def begins(self) -> None:
         """Record that a save begins now. The caller calls this only for a save at a step at which none `is_due`."""
         self._saved_s = self._waiter.now()
 
+    def _announced(self, note: str) -> bytes:
+        """Return a note of rank 0. Raises why a rank has stopped, if rank 0 leaves none."""
+        try:
+            return self._exchange.fetch(note)
+        except MissingRanksError as error:
+            if (stop := noted_stop(self._exchange)) is not None:
+                raise stop[1] from error
+            raise
+
     def _announce(self, step: int) -> None:
-        if isinstance(self._every, int):
-            return
         if self._exchange.rank:
             self._checked = step
             return
-        self._save, self._check = self._next(step, self._every.total_seconds())
+        self._save, self._check = self._next(step)
         if self._exchange.world_size > 1:
             self._exchange.publish(_note(step), json.dumps([self._save, self._check]).encode())
 
-    def _next(self, step: int, interval_s: float) -> tuple[int | None, int]:
+    def _next(self, step: int) -> tuple[int | None, int]:
         """Return the steps of the next save and of the next check, on rank 0 at the cut of ``step``."""
-        now_s = self._waiter.now()
+        now_s, retry_s = self._waiter.now(), self._outage.left_s(self._saved_s)
         (first, first_s), (before, before_s) = self._begun, self._looked
         self._looked = (step, now_s)
+        if retry_s is not None:
+            left_s = interval_s = retry_s
+        elif isinstance(self._every, int):
+            save = (step // self._every + 1) * self._every
+            return save, save
+        else:
+            interval_s = self._every.total_seconds()
+            left_s = interval_s - (now_s - self._saved_s)
         if step == first:  # no pace yet
             return None, step + 1
         since_start_s, lately_s = (now_s - first_s) / (step - first), (now_s - before_s) / (step - before)
-        left_s = interval_s - (now_s - self._saved_s)
         if left_s <= min(since_start_s, lately_s):
             return step + 1, step + 1
         if self._exchange.world_size == 1:

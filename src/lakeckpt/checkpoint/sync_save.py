@@ -109,12 +109,12 @@ class Saver:
 
     def _taken(self, step: int, metric: Any) -> StagedCut | Exception:
         try:
-            number = checked_metric(metric)
             pending = self._journal.pending(step)
+            self._journal.handed_over(pending, step)  # on all ranks, also where one of them fails below
+            number = checked_metric(metric)
             staged = stage(snapshot(self._objects))
             if self._exchange.rank == 0:
                 write_documents(self._storage, [track.reader for track in self._tracks.values()])
-            self._journal.handed_over(pending, step)
         except Exception as error:
             return error
         return StagedCut(step=step, staged=staged, readers=pending, metric=number)

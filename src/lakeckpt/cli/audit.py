@@ -1,6 +1,6 @@
 """This module runs ``lakeckpt audit RUN``: it prints the proof, or the reasons against a proof.
 
-The exit status is 0 for PROVED, 1 for NOT PROVED, 3 for PROVED OF WHAT WAS DELIVERED, and 2 if the audit failed.
+The exit status is that of the verdict (`lakeckpt.checkpoint.ledger.report.EXIT_STATUS`), and 2 if the audit failed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from lakeckpt.progress import progress_bar
 
 __all__ = ["add_arguments", "run"]
 
-_COUNTS = ("once", "lost", "repeated", "again", "dropped", "left", "before")
+_COUNTS = ("once", "excluded", "lost", "repeated", "again", "dropped", "left", "before")
 _ALWAYS = ("once", "lost", "repeated")
 _HEADS = {"again": "to repeat", "left": "to come", "before": "before"}
 _GROUPS = 6
-_WORDS = {"proved": "PROVED", "delivered": "PROVED OF WHAT WAS DELIVERED", "not proved": "NOT PROVED"}
 _ENDS = {
     "short": "the last batches of an epoch may be smaller",
     "carry": "a growing table is followed, and rows that fill no step are part of the next tranche",
@@ -65,8 +64,8 @@ def _show(report: AuditReport, place: str, *, every: bool) -> None:
     for doubt in report.every_doubt:
         print(f"unknown: {doubt}")
     print()
-    print(f"{_WORDS[report.verdict]}  {report.words}")
-    for reader in report.readers if report.verdict == "delivered" else ():
+    print(f"{report.headline}  {report.words}")
+    for reader in report.readers if report.verdict != "not proved" else ():
         if reader.inferred:
             print(
                 f"note: {reader.inferred} called manager.step() without the batch that the step used: that steps used "
@@ -89,8 +88,7 @@ def _show_reader(reader: ReaderAudit, *, every: bool) -> None:
         table.add_row(span, first.status, first.rows, *(getattr(first, name) for name in shown))
     print(table)
     for one in reader.excluded if every else reader.excluded[:_GROUPS]:
-        rows = format_count(one.rows, "row")
-        print(f"excluded: {rows} of row group {one.row_group} of {one.file!r} in epoch {one.epoch}")
+        print(f"excluded: {one.words}")
     if not every and len(reader.excluded) > _GROUPS:
         print(f"… and {len(reader.excluded) - _GROUPS:,} more (--all lists them)")
     for note in reader.notes:

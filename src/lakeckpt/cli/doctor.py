@@ -1,6 +1,9 @@
 """This module runs ``lakeckpt doctor``, which lists and removes what runs keep in this node's memory.
 
-Exit status 0: nothing is left, or it was reclaimed; 1: something is left.
+``--reclaim`` removes what runs that have ended left. ``--forget RUN`` removes all that this node knows of one run, so
+that a job finds its place new: arenas, logs of agents, and the marker of a launcher's job.
+
+Exit status 0: nothing is left, or it was removed; 1: something is left.
 """
 
 from __future__ import annotations
@@ -11,10 +14,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lakeckpt.checkpoint.agent.generations import digest_of_place
 from lakeckpt.checkpoint.agent.leftovers import KeptArena, kept_in, left_logs, reclaim, remove_log
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.markers import remove_marker
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, print_json
 from lakeckpt.errors import ConfigError
+from lakeckpt.lake.storage.base import describe
+from lakeckpt.lake.storage.open import open_storage
 
 __all__ = ["add_arguments", "run"]
 
@@ -22,7 +29,9 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lakeckpt doctor``."""
     parser.add_argument("--arenas", metavar="FOLDER", help="the folder of the arenas; default: this user's in /dev/shm")
-    parser.add_argument("--reclaim", action="store_true", help="remove what is left; nothing that is in use")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--reclaim", action="store_true", help="remove what is left; nothing that is in use")
+    what.add_argument("--forget", metavar="RUN", help="remove what is left of this run only: a folder, or a URL")
     parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
 
 
@@ -31,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     if args.arenas is not None and not os.path.isdir(args.arenas):
         raise ConfigError(f"there is no folder {args.arenas!r}: name the one given as arenas=, or leave --arenas out")
     folder = ArenaFolder(args.arenas)
+    if args.forget is not None:
+        return _forget(folder, args.forget, as_json=args.json)
     found, paths = kept_in(folder), left_logs(folder)
     gone = reclaim(folder, found) if args.reclaim else set()
     for path in paths if args.reclaim else ():
@@ -48,6 +59,29 @@ def run(args: argparse.Namespace) -> int:
         else:
             _advise(folder.path, left, logs)
     return int(bool(left or (logs and not args.reclaim)))
+
+
+def _forget(folder: ArenaFolder, run: str, *, as_json: bool) -> int:
+    """Remove what this node knows of a run, and print it. Returns the exit status."""
+    storage = open_storage(run)
+    place = digest_of_place(storage)
+    found = [one for one in kept_in(folder) if one.info.name.startswith(place.hex())]
+    gone = reclaim(folder, found)
+    logs = [path for path in left_logs(folder) if os.path.basename(path).startswith(place.hex())]
+    for path in logs:
+        remove_log(path)
+    had_marker = remove_marker(folder, place)
+    arenas = [_plain(one, gone) for one in found]
+    removed = [one for one in arenas if one["use"] == "removed"]
+    if as_json:
+        print_json({"folder": folder.path, "arenas": arenas, "logs": len(logs), "marker": had_marker})
+        return int(len(removed) < len(arenas))
+    parts = f"{_sum_of(removed)}, {format_count(len(logs), 'log')} of agents and {format_count(had_marker, 'marker')}"
+    print(f"forgot {describe(storage)}  removed {parts}")
+    for one in arenas:
+        if one["use"] != "removed":
+            print(f"✗ {one['name']} stays, as it is in use ({one['use']}): end its job first, and run this again")
+    return int(len(removed) < len(arenas))
 
 
 def _plain(one: KeptArena, gone: set[str]) -> dict[str, Any]:
@@ -91,7 +125,8 @@ def _advise(folder: str, left: Sequence[Mapping[str, Any]], logs: int) -> None:
         print("CLEAN  nothing is left of runs that have ended")
         return
     print(f"left  {_sum_of(left)} and {format_count(logs, 'log')} of agents that have ended")
-    print("A job that is started again here may go on from a cut in memory. Where no job will be started again:")
+    if any(one["steps"] for one in left):
+        print("A job that is started again here may go on from a cut in memory. Where no job will be started again:")
     where = "" if folder == ArenaFolder().path else f" --arenas {shlex.quote(folder)}"
     print(f"  lakeckpt doctor{where} --reclaim")
 

@@ -115,4 +115,5 @@ def _micro_batches(rank: RankRows) -> str:
 
 
 def _micro_batch(one: MicroBatch) -> str:
-    return f"{one.number} (lane {one.lane})" if one.lane >= 0 else f"{one.number} (the rest)"
+    excluded = f", excluded: {one.excluded}" if one.excluded else ""
+    return f"{one.number} (lane {one.lane}{excluded})" if one.lane >= 0 else f"{one.number} (the rest{excluded})"

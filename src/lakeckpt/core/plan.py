@@ -107,6 +107,10 @@ class Plan:
         self._recent: tuple[LayoutKey, ...] = ()
 
     @cached_property
+    def _reader(self) -> str:
+        return self.state.identity.digest
+
+    @cached_property
     def steps(self) -> int | None:
         """The number of steps of the epoch, those of earlier segments included; None where it is endless."""
         if self.deal.end is None:
@@ -146,6 +150,7 @@ class Plan:
             world_size=world_size,
             spans=tuple(spans),
             step_rows=self.deal.rows_of(first, stop),
+            reader=self._reader,
             last=self._is_last(step, rank, row_wise=row_wise),
         )
         return Assignment(

@@ -56,6 +56,8 @@ class Receipt:
     """The positions, in the order of the rows."""
     step_rows: int
     """Rows of all ranks in this step."""
+    reader: str = ""
+    """`lakeckpt.core.state.Identity.digest` of the reader; empty: not named."""
     last: bool | None = field(default=None, compare=False)
     """Whether it is the last of its rank in the epoch, or in a mixture that ends; of an endless stream never. None
     where only the data tell: the rows of a transform with ``rows="many"``, of a ``tokenizer=`` or of whole documents,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
-from lakeckpt.core.hashing import PERMUTATION_VERSION
+from lakeckpt.core.hashing import PERMUTATION_VERSION, derive_key
 from lakeckpt.core.lanes import Rest, Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.streams.mixing import Share
@@ -70,6 +70,11 @@ class Identity:
             raise ValueError("an endless stream has epochs of at least one row, got 0")
         if self.tokens > MAX_ROWS or (self.rows != -(-self.tokens // self.unit) if self.unit > 1 else self.tokens):
             raise ValueError(f"{self.tokens} tokens are not packed into {self.rows} sequences of {self.unit}")
+
+    @property
+    def digest(self) -> str:
+        """A short digest of the order of rows, by which receipts name the reader that they are of."""
+        return f"{derive_key(repr(self._values()))[0]:016x}"
 
     def rows_of(self, epoch: int) -> int:
         """Return the positions of ``epoch``: of packed sequences, those of an endless stream's epochs differ by one."""

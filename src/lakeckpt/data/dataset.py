@@ -8,7 +8,7 @@ no threads itself: the source does, for each iteration.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from lakeckpt.data.place.begun import Consumed, rest_of_first_epoch
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.versions import Versions, check_moves
 from lakeckpt.data.shown import shown_dataset
-from lakeckpt.data.source import Output, gives
+from lakeckpt.data.source import Items, Output, gives
 from lakeckpt.data.topology import check_topology, resolve_topology
 from lakeckpt.data.transform import CarriedRows, Transform, bind_transform
 from lakeckpt.errors import ConfigError, StateUnavailable
@@ -255,7 +255,7 @@ class LakeDataset(IterableDataset[Any]):
         """Go on with the newest version where an epoch begins (``on_new_version="next_epoch"``); collective."""
         self._versions.move(explicit=self._explicit_rank, dp_group=self._dp_group)
 
-    def _through(self, first: Iterator[Any], more: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _through(self, first: Iterator[Any], more: Callable[[], Iterator[Any]]) -> Generator[Any]:
         """Yield the items of the tranche at hand, ``first``, and of each later one, as ``more`` delivers it.
 
         Between two tranches, all ranks wait until there is another one; after the last rows that fill no step, they
@@ -281,13 +281,15 @@ class LakeDataset(IterableDataset[Any]):
         if worker is not None:
             self._versions.check_worker()
             check_no_workers(self)
-            return self._turns.iterate(
-                self._shared,
-                worker.seed - worker.id,
-                worker=worker.id,
-                workers=worker.num_workers,
-                rank=rank,
-                world_size=world_size,
+            return Items(
+                self._turns.iterate(
+                    self._shared,
+                    worker.seed - worker.id,
+                    worker=worker.id,
+                    workers=worker.num_workers,
+                    rank=rank,
+                    world_size=world_size,
+                )
             )
         self._progress.turn(rank)
         self._move()
@@ -295,9 +297,9 @@ class LakeDataset(IterableDataset[Any]):
         # Now, not when the first item is asked for: what changes the place in between puts this iterator out of date.
         iteration = self._progress.begin_iteration()
         found = self._iterate(rank, iteration)
-        return found if self.follow is None else self._through(found, lambda: self._iterate(rank, iteration))
+        return Items(found if self.follow is None else self._through(found, lambda: self._iterate(rank, iteration)))
 
-    def _iterate(self, rank: int, iteration: int) -> Iterator[Any]:
+    def _iterate(self, rank: int, iteration: int) -> Generator[Any]:
         progress = self._progress
         progress.check(iteration)
         step = progress.state.step
@@ -364,20 +366,20 @@ class LakeDataset(IterableDataset[Any]):
             raise TypeError("an endless stream has no length")
         if self.yields_many:
             raise TypeError("how many micro-batches there are depends on what the transform yields, and is not known")
-        if world_size > 1 and not self._progress.knows_lanes(world_size) and not self._shared.has_lanes:
-            raise TypeError(
-                "how many micro-batches a rank gets depends on the number of lanes, which ranks must have the same: "
-                "before the first iteration it is not known how many workers there will be. Give options=ReadOptions("
-                "num_lanes=…), a multiple of ranks times workers, or take the length of a LakeLoader, or ask after "
-                "iterating began"
-            )
         state = self._progress.settled(world_size, 0)
         if state.segment.world_size == world_size:  # else the end of an epoch, which other ranks came to
+            if world_size > 1 and not self._progress.knows_lanes(world_size) and not self._shared.has_lanes:
+                raise TypeError(
+                    "how many micro-batches a rank gets depends on the number of lanes, which ranks must have the "
+                    "same: before the first iteration it is not known how many workers there will be. Give "
+                    "options=ReadOptions(num_lanes=…), a multiple of ranks times workers, or take the length of a "
+                    "LakeLoader, or ask after iterating began"
+                )
             lanes = self._shared.agree_lanes(state.segment.num_lanes)
             state = self._progress.settled(world_size, 0, num_lanes=lanes)
         plan = Plan(state)
         assert plan.steps is not None
-        last = plan.steps - 1
+        last, rank = plan.steps - 1, min(rank, state.segment.world_size - 1)
         return plan.steps - (self.row_wise and last >= 0 and not plan.assignment(last, rank).receipt.rows)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Never
 
 import torch
@@ -40,7 +40,7 @@ from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.reader import LoaderReader, sources_of
 from lakeckpt.data.prefetch import Stage
 from lakeckpt.data.shown import shown_loader
-from lakeckpt.data.source import gives
+from lakeckpt.data.source import Items, gives
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.data.workers.pool import Workers
 from lakeckpt.data.workers.reader import Beginning
@@ -86,6 +86,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
     """
 
     dataset: LakeDataset
+    __repr__ = shown_loader
 
     def __init__(
         self,
@@ -196,7 +197,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         items = self._deliver(waiting, started[1], stage)
         if self.dataset.follow:
             items = self.dataset._through(items, lambda: self._deliver(waiting, self._begun()[1], stage))
-        return self._as_prepared(items, self._progress.steps) if self._is_prepared else items
+        return Items(self._as_prepared(items, self._progress.steps) if self._is_prepared else items)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_early": None, "_before_more": None, "_counting": Counting()}  # a copy begins anew
@@ -288,7 +289,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._workers, self._workers_started = workers, started
         return workers
 
-    def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]], stage: Stage | None) -> Iterator[Any]:
+    def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]], stage: Stage | None) -> Generator[Any]:
         progress = self._progress
         if iteration == self._follows:
             self._settle()
@@ -390,8 +391,6 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def _readers(self) -> dict[str, LoaderReader]:
         """The sides that checkpoint managers see, by what is added to the loader's name: one for each source."""
         return sources_of(self, self.dataset.sources) if isinstance(self.dataset, MixedDataset) else {"": self._reader}
-
-    __repr__ = shown_loader
 
     def _check_goes_on(self) -> None:
         if self._restarts is not None:

@@ -8,7 +8,7 @@ readers that it makes do.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from lakeckpt.reading.windows.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder
 from lakeckpt.reading.windows.positions import Announced, PositionReader
 from lakeckpt.reading.windows.threads import Threads, usual_threads
 
-__all__ = ["BatchSource", "Iterations", "Output", "gives", "row_of"]
+__all__ = ["BatchSource", "Items", "Iterations", "Output", "gives", "row_of"]
 
 Output = Literal["torch", "numpy", "arrow"]
 _LAYOUTS_KEPT = 4
@@ -57,6 +57,31 @@ class Iterations:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_iteration": None}
+
+
+class Items(Iterator[Any]):
+    """Iterates what a generator yields to the loop. After an error, each later call raises the same error again: a
+    generator that has raised would say that there is no more, as at the end of an epoch."""
+
+    def __init__(self, found: Generator[Any]) -> None:
+        self._found = found
+        self._error: Exception | None = None
+
+    def __next__(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        try:
+            return next(self._found)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._error = error
+            del self  # the error refers to this frame
+            raise
+
+    def close(self) -> None:
+        """Close the generator."""
+        self._found.close()
 
 
 class BatchSource(Iterations):

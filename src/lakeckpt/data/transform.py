@@ -127,7 +127,7 @@ class CarriedRows:
             "Pack within one call. If the transform keeps nothing (it drops rows or cuts them up within one call), "
             "ignore this; filters= is the exact way to drop rows. This warning comes once.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

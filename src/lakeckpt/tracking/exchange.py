@@ -51,7 +51,7 @@ class Exchange(Rounds):
     def fetch(self, key: str, /) -> bytes:
         """Wait for a note of rank 0 and return it. All other ranks fetch it once; the last of them removes it.
 
-        Raises `MissingRanksError` if the note does not come within the timeout.
+        Raises `MissingRanksError` if the note does not come within the timeout, or rank 0 has stopped.
         """
         raise NotImplementedError
 
@@ -197,8 +197,15 @@ class StoreExchange(Exchange):
 
     def fetch(self, key: str, /) -> bytes:
         """See `Exchange`."""
+
+        def look() -> bool | None:
+            if self._store.check([key]):
+                return True
+            self._refuse_stopped(lambda: [0])
+            return None
+
         with _reaching_the_store():
-            if self._poll(lambda: self._store.check([key]) or None, 1) is None:
+            if self._poll(look, 1) is None:
                 raise MissingRanksError(f"rank 0 did not announce {key!r} within {self._timeout_s:g} s: see its log")
             data: bytes = self._store.get(key)
             if self._store.add(f"{key}/readers", 1) == self.world_size - 1:

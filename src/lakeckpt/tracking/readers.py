@@ -127,8 +127,13 @@ def selection_of(reader: object) -> Any | None:
 class Delivered(Protocol):
     """What a reader has delivered to the loop, counted from step to step."""
 
-    def begin_run(self, name: str, /) -> None:
-        """A manager tracks the reader as ``name``: what was delivered before is not of its run."""
+    def begin_run(self, name: str, /) -> int:
+        """A manager tracks the reader as ``name``: what was delivered before is not of its run. Returns ``run``."""
+        ...
+
+    @property
+    def run(self) -> int:
+        """The number of managers that have tracked the reader."""
         ...
 
     def take(self) -> Given:

@@ -7,7 +7,7 @@ through the exchange that it is given, and starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from lakeckpt.errors import ArenaDamaged, CheckpointDamaged, CheckpointError, LakeckptError, WireError
 from lakeckpt.tracking.exchange import Exchange
@@ -25,14 +25,16 @@ class Together:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
-    def do(self, work: Callable[[], object]) -> None:
-        """Do ``work`` on every rank; what it raises on one is raised on all."""
+    def do(self, work: Callable[[], Mapping[str, str] | None]) -> Tally:
+        """Do ``work`` on every rank; what it raises on one is raised on all. Return the facts that it returned on each
+        of them."""
         failure: Exception | None = None
+        facts: dict[str, str] = {}
         try:
-            work()
+            facts |= work() or {}
         except Exception as error:
             failure = error
-        self.settle({} if failure is None else {"refused": error_to_text(failure)}, failure)
+        return self.settle(facts if failure is None else {"refused": error_to_text(failure)}, failure)
 
     def settle(self, votes: dict[str, str], failure: Exception | None, what: str = "") -> Tally:
         """Return the votes of all ranks. A vote ``refused`` raises on all ranks: on a rank that gave it, its own

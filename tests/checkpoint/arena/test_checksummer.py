@@ -22,6 +22,10 @@ LEAF = 1000
 SIZE = 300_000
 
 
+def inode_of(file: Path) -> int:
+    return file.stat().st_ino
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "arena"
@@ -32,7 +36,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def running(file: Path) -> Iterator[tuple[Checksummer, subprocess.Popen[bytes]]]:
     with summing(file.parent) as found:
-        found[0].use(file.name, leaf_bytes=LEAF)
+        found[0].use(file.name, inode_of(file), leaf_bytes=LEAF)
         yield found
 
 
@@ -101,11 +105,32 @@ def test_an_arena_that_is_gone_is_an_error_and_another_one_can_be_used(
     running: tuple[Checksummer, subprocess.Popen[bytes]], file: Path
 ) -> None:
     checksummer, _ = running
-    (file.parent / "other").write_bytes(b"x" * LEAF)
-    checksummer.use("other", leaf_bytes=LEAF // 2)
+    other = file.parent / "other"
+    other.write_bytes(b"x" * LEAF)
+    checksummer.use(other.name, inode_of(other), leaf_bytes=LEAF // 2)
     checksummer.ask([(0, LEAF)])
     assert checksummer.take() == leaf_digests(b"x" * LEAF, LEAF // 2)
-    checksummer.use("none", leaf_bytes=LEAF)
+    checksummer.use("none", 1, leaf_bytes=LEAF)
     checksummer.ask([(0, 1)])
+    with pytest.raises(AgentError, match="does not answer"):
+        checksummer.take()
+
+
+def test_an_arena_that_is_made_anew_under_its_name_is_the_one_that_is_summed(
+    file: Path, checksummer: Checksummer
+) -> None:
+    for value in range(3):
+        checksummer.ask([(0, LEAF)])
+        assert checksummer.take() == leaf_digests(file.read_bytes()[:LEAF], LEAF)
+        file.unlink()
+        file.write_bytes(bytes([value]) * SIZE)
+        checksummer.use(file.name, inode_of(file), leaf_bytes=LEAF)
+
+
+def test_an_arena_that_took_the_name_of_another_one_is_never_summed_in_its_place(
+    file: Path, checksummer: Checksummer
+) -> None:
+    checksummer.use(file.name, inode_of(file) + 1, leaf_bytes=LEAF)
+    checksummer.ask([(0, LEAF)])
     with pytest.raises(AgentError, match="does not answer"):
         checksummer.take()

@@ -37,9 +37,7 @@ def swap(objects: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("shut")
 def test_a_change_before_the_fence_is_raised_though_failed_saves_are_warnings(tmp_path: Path) -> None:
     objects = job_of("one element")
-    manager = manager_with(
-        MemoryStorage(), objects, persist_every=100, capture_every=1, arenas=tmp_path, on_save_failure="warn"
-    )
+    manager = manager_with(MemoryStorage(), objects, persist_every=100, capture_every=1, arenas=tmp_path)
     manager.restore()
     step(objects)
     manager.step()

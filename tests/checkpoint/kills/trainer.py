@@ -146,7 +146,7 @@ class Trainer:
             arenas=self.arenas,
             bubbles=Watched(),  # type: ignore[arg-type]
             timeout_s=PATIENCE_S,
-            on_save_failure="raise",
+            fail_after=0,
             exchange=exchange,
         )
         with manager:

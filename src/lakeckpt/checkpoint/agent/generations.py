@@ -19,19 +19,32 @@ from lakeckpt.errors import ArenaDamaged, ArenaError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
 
-__all__ = ["Generations", "digest_of_run", "identity_of"]
+__all__ = ["Generations", "digest_of_place", "digest_of_run", "identity_of"]
+
+_HALF = 8
 
 
 def digest_of_run(run: str, storage: Storage) -> bytes:
     """Return the digest (16 bytes) by which a node knows the arenas and the agents of the run in ``storage``.
 
-    The digest is of the run's place, too, where ``storage`` has a ``name``: a copy of a run has the same id, and goes
-    its own way. A run that was moved is another run here, and goes on from its newest checkpoint.
+    The first half is the digest of the run's place alone (`digest_of_place`): a restart whose run is away knows the
+    place and not the run. The second half is of the run and its place, where ``storage`` has a ``name``: a copy of a
+    run has the same id, and goes its own way. A run that was moved is another run here, and goes on from its newest
+    checkpoint.
     """
-    place = str(getattr(storage, "place", getattr(storage, "name", "")))
-    if isinstance(storage, LocalStorage):
-        place = os.path.realpath(place)
-    return short_digest(run.encode(), os.fsencode(place))
+    place = getattr(storage, "place", None)
+    name = _name_of(storage) if place is None else str(place)
+    return digest_of_place(storage) + short_digest(run.encode(), os.fsencode(name))[:_HALF]
+
+
+def digest_of_place(storage: Storage) -> bytes:
+    """Return the digest (8 bytes) of the place of ``storage``, whatever lies there now."""
+    return short_digest(os.fsencode(_name_of(storage)))[:_HALF]
+
+
+def _name_of(storage: Storage) -> str:
+    name = str(getattr(storage, "name", ""))
+    return os.path.realpath(name) if isinstance(storage, LocalStorage) else name
 
 
 def identity_of(digest: bytes, *, rank: int, world_size: int) -> ArenaIdentity:

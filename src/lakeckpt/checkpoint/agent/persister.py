@@ -24,7 +24,7 @@ from lakeckpt.checkpoint.agent.retrying import RetryingStorage
 from lakeckpt.checkpoint.arena.arena import Held
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.consumed.pending import pending_from_bytes
-from lakeckpt.checkpoint.failures import ListeningWaiter, publish_failure, save_error
+from lakeckpt.checkpoint.failures import ListeningWaiter, publish_failure, save_error, save_failed
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import SaveId
@@ -165,8 +165,8 @@ class Persister:
             try:
                 found = self._persisted(order, held)
             except Exception as error:
-                found = error
-                self._note(order, error)
+                found = save_failed(str(error), error) if isinstance(error, StorageError) else error
+                self._note(order, found)
         self._order = None
         self._dropped.pop((order.step, order.number), None)
         self._report_outcome(order, found, self._waiter.now() - begun_s)

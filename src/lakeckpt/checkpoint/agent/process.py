@@ -26,7 +26,9 @@ from lakeckpt.checkpoint.agent.orders import Begin, Bye, Message, Ready, message
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.checksummer import answer
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.persist.log import LOG
 from lakeckpt.errors import LakeckptError
+from lakeckpt.lake.storage.base import expect_folder
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.waiting import SystemWaiter
 
@@ -61,6 +63,7 @@ def main(asked: int, answers: int, trainer: int) -> int:
         name = f"rank {begin.rank} of {begin.world_size}, attempt {begin.attempt.number}"
         _log(f"begins: {name}, to {begin.uri}")
         storage = open_storage(begin.uri, storage_options=begin.storage_options or None)
+        expect_folder(storage, LOG)
     except LakeckptError as error:
         _log(f"{name} cannot be served: {error.kind}: {error}")
         report(Ready(kind=error.kind, text=str(error)))

@@ -9,20 +9,17 @@ full or refuse this user are raised at once: the next save tries again. A repeat
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from lakeckpt.errors import ConditionalPutUnsupported, ObjectChanged, ObjectExists, ObjectMissing, StorageError
-from lakeckpt.lake.storage.base import Buffer, ObjectInfo, Storage, describe
+from lakeckpt.errors import ObjectChanged, ObjectExists, ObjectMissing, StorageError
+from lakeckpt.lake.storage.base import Buffer, ObjectInfo, Storage, describe, is_lasting
 from lakeckpt.tracking.waiting import Waiter
 
 __all__ = ["RetryingStorage"]
 
 _FIRST_S, _LONGEST_S = 0.1, 30.0
-_FINAL = (ObjectExists, ObjectMissing, ObjectChanged, ConditionalPutUnsupported)
-_LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
-"""Errors of the system that waiting does not mend."""
+_FINAL = (ObjectExists, ObjectMissing, ObjectChanged)
 
 _T = TypeVar("_T")
 
@@ -73,7 +70,7 @@ class RetryingStorage:
             except _FINAL:
                 raise
             except StorageError as error:
-                if error.errno in _LASTING or self._is_hopeless():
+                if is_lasting(error) or self._is_hopeless():
                     raise
                 self._failing(error)
             self._waiter.wait(pause_s)

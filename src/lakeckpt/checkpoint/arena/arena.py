@@ -100,6 +100,11 @@ class Arena:
         """Whether others can find the arena: its file has not been removed."""
         return os.fstat(self._descriptor).st_nlink > 0
 
+    @property
+    def inode(self) -> int:
+        """The number of the file, which an arena that is made anew under the same name does not share."""
+        return os.fstat(self._descriptor).st_ino
+
     # --- what is complete
 
     def complete(self) -> list[GenerationRecord]:

@@ -25,8 +25,8 @@ from lakeckpt.errors import AgentError
 
 __all__ = ["Checksummer", "answer"]
 
-_REQUEST = struct.Struct("<64sQQQ")
-"""The name of the arena's file, [start, stop): bytes of it, and how long leaves are."""
+_REQUEST = struct.Struct("<64sQQQQ")
+"""The name and the inode of the arena's file, [start, stop): bytes of the file, and how long leaves are."""
 _THREADS = 3
 _PATIENCE_S = 60.0
 _ONCE_MORE_S = 2.0
@@ -37,13 +37,14 @@ class Checksummer:
 
     def __init__(self, requests: Connection, answers: Connection) -> None:
         self._requests, self._answers = requests, answers
-        self._name, self._leaf_bytes = b"", 1
+        self._name, self._inode, self._leaf_bytes = b"", 0, 1
         self.is_lost = False
         """Whether the agent has stopped answering: it has ended, or nothing came from it in a minute."""
 
-    def use(self, name: str, *, leaf_bytes: int) -> None:
-        """Request checksums of the arena ``name`` from now on."""
-        self._name, self._leaf_bytes = name.encode(), leaf_bytes
+    def use(self, name: str, inode: int, *, leaf_bytes: int) -> None:
+        """Request checksums of the arena ``name`` from now on. An arena that is made anew has the same name, and
+        another ``inode``."""
+        self._name, self._inode, self._leaf_bytes = name.encode(), inode, leaf_bytes
 
     def ask(self, bounds: Sequence[tuple[int, int]]) -> None:
         """Request the checksums of bytes [start, stop), for each of ``bounds``. Raises `AgentError` if the agent does
@@ -51,7 +52,7 @@ class Checksummer:
         with self._answering():
             for start, stop in bounds:
                 _wait(self._requests, select.POLLOUT)
-                self._requests.send_bytes(_REQUEST.pack(self._name, start, stop, self._leaf_bytes))
+                self._requests.send_bytes(_REQUEST.pack(self._name, self._inode, start, stop, self._leaf_bytes))
 
     def take(self) -> bytes:
         """Return the checksums that were requested first and not taken yet. Raises as `ask` does."""
@@ -81,7 +82,8 @@ def _wait(pipe: Connection, what: int) -> None:
 def answer(requests: int, answers: int, folder: str) -> None:
     """Answer on the pipe ``answers`` what the pipe ``requests`` asks of arenas in ``folder``, until that pipe ends.
 
-    An arena that cannot be mapped ends it, and closes the pipe: the trainer then takes the checksums itself.
+    An arena that cannot be mapped, or has another inode, ends it, and closes the pipe: the trainer then takes the
+    checksums itself.
     """
     found: queue.SimpleQueue[Future[bytes] | None] = queue.SimpleQueue()
     with (
@@ -91,12 +93,12 @@ def answer(requests: int, answers: int, folder: str) -> None:
     ):
         sender = threading.Thread(target=_send, args=(found, answered), daemon=True)
         sender.start()
-        name, data = b"", memoryview(b"")
+        mapped, data = (b"", 0), memoryview(b"")
         with contextlib.suppress(EOFError, OSError):
             while True:
-                arena, start, stop, leaf_bytes = _REQUEST.unpack(requested.recv_bytes())
-                if arena != name:
-                    name, data = arena, _mapped(os.path.join(folder, arena.rstrip(b"\0").decode()))
+                name, inode, start, stop, leaf_bytes = _REQUEST.unpack(requested.recv_bytes())
+                if (name, inode) != mapped:  # no other file gets the inode of a file that is mapped
+                    mapped, data = (name, inode), _mapped(os.path.join(folder, name.rstrip(b"\0").decode()), inode)
                 found.put(pool.submit(leaf_digests, data[start:stop], leaf_bytes))
         found.put(None)
         sender.join()
@@ -108,9 +110,11 @@ def _send(found: queue.SimpleQueue[Future[bytes] | None], answered: Connection) 
             answered.send_bytes(one.result())
 
 
-def _mapped(path: str) -> memoryview:
+def _mapped(path: str, inode: int) -> memoryview:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
+        if os.fstat(descriptor).st_ino != inode:
+            raise FileNotFoundError(f"another file has the name {path!r}")
         return memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
     finally:
         os.close(descriptor)

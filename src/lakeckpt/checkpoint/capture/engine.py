@@ -323,8 +323,9 @@ class CaptureEngine:
         agent = self._checksummer() if self._linked_bytes >= _MANY_BYTES else None
         if agent is None or agent.is_lost:
             return Checksums(filling, None)
-        assert self._store.arena is not None
-        agent.use(self._store.arena.name, leaf_bytes=self._store.arena.layout.leaf_bytes)
+        arena = self._store.arena
+        assert arena is not None
+        agent.use(arena.name, arena.inode, leaf_bytes=arena.layout.leaf_bytes)
         return Checksums(filling, agent)
 
     def _run(self, job: Job) -> None:

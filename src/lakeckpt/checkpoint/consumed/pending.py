@@ -51,7 +51,7 @@ def since(pending: Sequence[PendingRecord], recorded: int) -> tuple[PendingRecor
             raise WireDamaged(f"what was consumed between the steps {at} and {one.first} is recorded nowhere")
         at = one.step
     if not left and pending and pending[-1].step == recorded:
-        record = replace(pending[-1].record, stretches=(), steps=StepRecord(runs=()))
+        record = replace(pending[-1].record, stretches=(), steps=StepRecord(runs=()), excluded=())
         return (PendingRecord(first=recorded, step=recorded, record=record),)
     if not left or pending[-1].step != at:
         raise WireDamaged(f"nothing is known of what was consumed after step {recorded}")
@@ -68,14 +68,16 @@ def joined(pending: Sequence[PendingRecord], *, others: tuple[Basis, str] = ("st
     """Return one record of all ``pending``; ``others`` is the weakest basis of other ranks."""
     basis, reason = others
     stretches = (stretch for one in pending for stretch in one.record.stretches)
-    return ReaderRecord(
-        state=pending[-1].record.state,
+    return replace(
+        pending[-1].record,
         stretches=tuple(
             replace(stretch, basis=basis, reason=reason) if BASES.index(stretch.basis) < BASES.index(basis) else stretch
             for stretch in stretches
         ),
         steps=StepRecord(runs=tuple(run for one in pending for run in one.record.steps.runs)),
-        index=pending[-1].record.index,
+        excluded=tuple(excluded for one in pending for excluded in one.record.excluded),
+        is_repeated=any(one.record.is_repeated for one in pending),
+        has_others=any(one.record.has_others for one in pending),
     )
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
 from lakeckpt.checkpoint.consumed.reader_states import consumption, is_flow
-from lakeckpt.checkpoint.format.manifest import ReaderRecord, Stretch
+from lakeckpt.checkpoint.format.manifest import Excluded, ReaderRecord, Stretch
 from lakeckpt.core.flows.plan import read_state
+from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.read_ahead import Basis, Given, ReadAhead
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.streams.mixed_batches import MixedReceipt
@@ -25,7 +26,7 @@ from lakeckpt.errors import ConfigError, StateError
 from lakeckpt.tracking.readers import DeliveringReader, TrackedReader, index_of, versions_of
 from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
 
-__all__ = ["Journal", "Pending", "ReaderTrack", "by_reader", "cut_all", "tracks_of"]
+__all__ = ["Journal", "Pending", "ReaderTrack", "by_reader", "cut_all", "skip", "tracks_of"]
 
 
 Pending = Mapping[str, tuple[PendingRecord, ...]]
@@ -41,8 +42,7 @@ class ReaderTrack:
         self._attempt = attempt
         self._ahead = ReadAhead()
         self._basis: Basis = "stated"
-        if isinstance(reader, DeliveringReader):
-            reader.deliveries.begin_run(name)
+        self._run = reader.deliveries.begin_run(name) if isinstance(reader, DeliveringReader) else 0
         reader.mark()  # earlier deliveries are not part of this run's history
         self._last = reader.last_receipt  # the last delivery at the mark: the same object means that none followed
         self._before = reader.last_receipt  # all up to here is recorded, or was delivered before the run began
@@ -50,8 +50,12 @@ class ReaderTrack:
         self._recorder = StepRecorder()
         self._frontier: Frontier | None = None
         self._at: Receipt | None = None  # the last receipt that was consumed since the mark; None: nothing was
+        self._skipped: list[Receipt] = []  # what trains nothing, and no step has consumed yet
+        self._excluded: list[Excluded] = []  # what trained nothing, and was not handed over
         self.delivered = 0
         """How many batches (or rows) the reader had delivered at the last step, if it counts them."""
+        self.shared, self.is_repeated, self.has_others = 1, False, False
+        """As in `ReaderRecord`."""
 
     def taken(self) -> Given | None:
         """Return the deliveries since the last step; None if the reader does not count them."""
@@ -78,7 +82,41 @@ class ReaderTrack:
                 self._at, self._frontier = at, frontier_after(at)
         if self._frontier is not None:
             self._recorder.note(step, self._frontier)
+            self._exclude_skipped(step, self._frontier)
         return "" if known else self._ahead.reason
+
+    def skip(self, receipt: Receipt) -> None:
+        """Note that the loop trains nothing on what ``receipt`` names, which no step has consumed yet."""
+        used, last = self._frontier, self.reader.last_receipt
+        if used is not None and last is not None and frontier_after(receipt) <= used <= frontier_after(last):
+            raise ConfigError(
+                f"skip() was given epoch {receipt.epoch}, step {receipt.step} of reader {self.name!r}, which an "
+                "earlier step has used: call skip() when the loop takes the batch, before the next step()"
+            )
+        if receipt not in self._skipped:
+            self._skipped.append(receipt)
+
+    def _exclude_skipped(self, step: int, upto: Frontier) -> None:
+        """Record what was skipped and lies before ``upto``: it counts as consumed with ``step``."""
+        done = [one for one in self._skipped if frontier_after(one) <= upto]
+        self._skipped = [one for one in self._skipped if one not in done]
+        for one in done:
+            spans: dict[int, list[tuple[int, int]]] = {}
+            for span in one.spans:
+                spans.setdefault(span.epoch, []).append((span.start, span.stop))
+            positions = {epoch: Intervals.of(sorted(each)) for epoch, each in spans.items()}
+            if positions:
+                self._excluded.append(Excluded(rank=one.rank, step=step, reason="trainer", positions=positions))
+
+    def check_owned(self) -> None:
+        """Refuse to count for a reader that another manager tracks since."""
+        reader = self.reader
+        if isinstance(reader, DeliveringReader) and reader.deliveries.run != self._run:
+            raise ConfigError(
+                f"reader {self.name!r} is also in the state of another CheckpointManager, which was restored later: "
+                "each would miss what the other one records. Give each loader to one manager, and make a new manager "
+                "only when the earlier one is not used any more"
+            )
 
     def _basis_of(self, at: Receipt | None, *, is_stated: bool, given: Given | None) -> Basis:
         """Return the basis on which all deliveries up to ``at`` count as consumed."""
@@ -153,6 +191,10 @@ class ReaderTrack:
             ),
             steps=self._recorder.record(step),
             index=self._index_of(state),
+            excluded=tuple(one for one in self._excluded if first < one.step <= step),
+            shared=self.shared,
+            is_repeated=self.is_repeated,
+            has_others=self.has_others,
         )
         return PendingRecord(first=first, step=step, record=record)
 
@@ -171,6 +213,7 @@ class ReaderTrack:
         """Record that the record up to ``state``, at the last cut, the cut of ``step``, was handed over: the next
         begins there."""
         self._recorder.forget(step)
+        self._excluded = [one for one in self._excluded if one.step > step]
         has_end = is_flow(state) and self._is_all_consumed() and state == self.reader.state_dict()
         if has_end or self._at is not None:
             self.reader.mark(None if has_end else self._at)
@@ -207,7 +250,11 @@ class Journal:
         return {name: (*self._closed[name], track.pending(self._from, step)) for name, track in self._tracks.items()}
 
     def handed_over(self, pending: Pending, step: int) -> None:
-        """Record that the ``pending`` records of the last cut were handed over: new records begin at ``step``."""
+        """Record that the ``pending`` records of the last cut were handed over: new records begin at ``step``.
+
+        All ranks call it at each save, before anything that may fail on one of them: a commit joins the records of a
+        flow only if they lie between the same steps on all ranks.
+        """
         for name, track in self._tracks.items():
             track.handed_over(step, pending[name][-1].record.state)
             self._closed[name] = list(pending[name])
@@ -242,6 +289,8 @@ def by_reader(stated: Any, tracks: Mapping[str, ReaderTrack]) -> Mapping[str, Re
     place in a reader, a place before the one that an earlier step used, or no reader although there are several.
     `StateUnavailable` if the reader has not delivered it since the last save.
     """
+    for track in tracks.values():
+        track.check_owned()
     if stated is None:
         return None
     if not tracks:
@@ -254,13 +303,38 @@ def by_reader(stated: Any, tracks: Mapping[str, ReaderTrack]) -> Mapping[str, Re
     for track in tracks.values():
         loaders.setdefault(track.name.removesuffix(getattr(track.reader, "suffix", "")), []).append(track)
     if isinstance(stated, Mapping) and stated and not hasattr(stated, "receipt") and set(stated) <= set(loaders):
+        for name, one in stated.items():
+            _check_own(name, one, {of: every[0].reader for of, every in loaders.items()})
         return {track.name: _receipt(one, track) for name, one in stated.items() for track in loaders[name]}
     if len(loaders) > 1:
         raise ConfigError(
             f"there are {len(loaders)} tracked readers ({', '.join(sorted(loaders))}): give step() a mapping of their "
             f"names to batches, got {_shown(stated)}"
         )
+    for name, (track, *_) in loaders.items():
+        _check_own(name, stated, {name: track.reader})
     return {track.name: _receipt(stated, track) for track in tracks.values()}
+
+
+def _check_own(name: str, stated: Any, readers: Mapping[str, TrackedReader]) -> None:
+    """Raise `ConfigError` if ``stated``, a batch or a receipt, names another reader than ``name``."""
+    receipt = stated if isinstance(stated, (Receipt, MixedReceipt)) else getattr(stated, "receipt", None)
+    lasts = {one: getattr(reader, "last_of_loader", reader.last_receipt) for one, reader in readers.items()}
+    mine = lasts[name]
+    if not isinstance(receipt, (Receipt, MixedReceipt)) or mine is None or receipt.reader == mine.reader:
+        return
+    others = [one for one, last in lasts.items() if last is not None and last.reader == receipt.reader]
+    if others or isinstance(receipt, MixedReceipt) or isinstance(mine, MixedReceipt):
+        whose = f"reader {others[0]!r}" if others else "a loader that is not in this manager's state"
+        raise ConfigError(f"this is a batch of {whose}, and it was given as one of reader {name!r}")
+
+
+def skip(stated: Mapping[str, Receipt] | None, tracks: Mapping[str, ReaderTrack]) -> None:
+    """Note that the loop trains nothing on the batches ``stated`` (`by_reader`)."""
+    if stated is None:
+        raise ConfigError("skip() takes the batch that is not trained on, as step() does")
+    for name, receipt in stated.items():
+        tracks[name].skip(receipt)
 
 
 def _receipt(stated: Any, track: ReaderTrack) -> Receipt:

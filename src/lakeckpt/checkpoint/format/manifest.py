@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from lakeckpt.checkpoint.format.begins import Begin, Captured, Restored
 from lakeckpt.checkpoint.format.fields import Digest
@@ -28,6 +28,8 @@ __all__ = [
     "Begin",
     "Captured",
     "Entry",
+    "Excluded",
+    "ExcludedFor",
     "Manifest",
     "PartRef",
     "ReaderRecord",
@@ -70,6 +72,25 @@ class Stretch:
     """The attempt that consumed the rows; -1: the attempt that committed them."""
 
 
+ExcludedFor = Literal["trainer", "order", "crash", "damaged"]
+"""Why rows are excluded: the training loop skipped them (``manager.skip``), a person ordered it, they ended the job
+again and again, or they cannot be read (``exclude=`` of `lakeckpt.open_table`)."""
+
+
+@as_row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excluded:
+    """Rows that count as consumed, and that trained nothing."""
+
+    rank: Count
+    """The data-parallel rank to which they were dealt."""
+    step: Count
+    """The optimizer step with which they count as consumed."""
+    reason: ExcludedFor
+    positions: Mapping[int, Intervals]
+    """epoch → positions; of a flow, positions of which some items trained nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderRecord:
     """One reader at the cut."""
@@ -82,6 +103,14 @@ class ReaderRecord:
     """The frontiers after each optimizer step since the parent."""
     index: str | None = None
     """Digest (hex) of the footer index of its table: ``index/<digest>.lkc``."""
+    excluded: tuple[Excluded, ...] = ()
+    """What was consumed since the parent and trained nothing; of a pending record, on this rank."""
+    shared: Positive = 1
+    """How many ranks read each row: 1, or the ranks of a model-parallel group."""
+    is_repeated: bool = False
+    """True if the ranks that read the same rows train replicas of one model, so that each row is trained by each."""
+    has_others: bool = False
+    """True if a loader that is in no state delivered rows in training beside this reader."""
 
     def consumed(self) -> dict[int, Intervals]:
         """epoch → the positions consumed since the parent."""

@@ -169,6 +169,8 @@ class PartRecord:
     reports: Mapping[str, bytes] = field(default_factory=dict)
     """Reader → what the rank consumed of it, for readers of which each rank knows its own lanes alone
     (`lakeckpt.checkpoint.consumed.reports`)."""
+    excluded: bytes = b""
+    """Reader → what the rank consumed and trained nothing on (`lakeckpt.checkpoint.consumed.excluded`)."""
 
     def to_bytes(self) -> bytes:
         """Return the document of the part."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from lakeckpt.checkpoint.consumed.reader_states import AnyState, at_end, consumed, dropped
 from lakeckpt.checkpoint.consumed.rows import Order, name_rows, order_name
-from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, Space, count_epoch, piece_of, space_of
 from lakeckpt.checkpoint.ledger.report import (
     EpochAudit,
@@ -110,11 +110,36 @@ class _Account:
             self._audit_epoch(epoch, origin, tip, known)
             if self._epochs and self._epochs[-1].epoch == epoch:
                 self._list_excluded(epoch, tip)
+        if not self._epochs and (rows := tip.identity.rows_of(tip.epoch)):  # a source that was never read is named
+            counts = dict.fromkeys(("once", "repeated", "again", "surplus", "lost", "dropped", "before"), 0)
+            self._epochs.append(EpochAudit(epoch=tip.epoch, status="in progress", rows=rows, left=rows, **counts))
 
     def _list_excluded(self, epoch: int, tip: AnyState) -> None:
         order = self._orders.get(order_name(self._identity_of(epoch, tip)))
-        for file, row_group, rows in [] if order is None else order.excluded:
-            self._excluded.append(ExcludedRows(epoch=epoch, file=file, row_group=row_group, rows=rows))
+        for file, group, rows in [] if order is None else order.excluded:
+            self._excluded.append(ExcludedRows(epoch=epoch, reason="damaged", file=file, row_group=group, rows=rows))
+        for piece, one in self._walk.excluded.get(epoch, []):
+            self._excluded += self._named(piece, one)
+
+    def _named(self, piece: Piece, one: Excluded) -> list[ExcludedRows]:
+        """Return what was consumed and trained nothing, row group by row group; packed sequences as they are."""
+        order = self._orders.get(order_name(piece.identity))
+        whole = ExcludedRows(
+            epoch=piece.key.epoch,
+            reason=one.reason,
+            file="",
+            row_group=-1,
+            rows=piece.positions.size,
+            step=one.step,
+            rank=one.rank,
+        )
+        if order is None or order.unit > 1:
+            return [whole]
+        rows = order.table_rows(piece.identity.spec, piece.key, piece.positions)
+        return [
+            replace(whole, file=at.file, row_group=at.row_group, rows=at.rows.size, ranges=tuple(at.rows.pairs()))
+            for at in name_rows(order, rows)
+        ]
 
     def _audit_carried(self, epoch: int, origin: AnyState, state: AnyState) -> None:
         """Audit the part of an epoch up to ``state``, from which the rest was carried over."""
@@ -163,6 +188,7 @@ class _Account:
             before=before,
             claim=claim,
             dropped=self._dropped(epoch) if status == "complete" else None,
+            excluded=self._excluded_of(epoch, {order_name(one.identity) for one in pieces}),
         )
         if status == "complete" and self._identity_of(epoch, tip).tail == "carry":
             audit = replace(audit, status="carried over", dropped=0, left=audit.left + audit.dropped)
@@ -197,6 +223,10 @@ class _Account:
         end = self._walk.ends.get(epoch)
         left = Intervals.empty() if end is None else dropped(end)
         return piece_of(end, epoch, left, self._records[-1][0]) if end is not None and left else None
+
+    def _excluded_of(self, epoch: int, orders: Collection[str]) -> list[Piece]:
+        every = self._walk.excluded.get(epoch, [])
+        return [piece for piece, _ in every if order_name(piece.identity) in orders]
 
     # --- findings
 

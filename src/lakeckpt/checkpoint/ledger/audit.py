@@ -14,7 +14,7 @@ The report lists the assumptions of the proof. The module never imports torch, a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from lakeckpt.checkpoint.consumed.rows import Order
@@ -37,6 +37,15 @@ _TRUSTED = (
     "the footer index (the list of files and row groups): it has the digest that the states name",
     "the row selection, where there is a filter: it has its digest, too, and counted what the filter keeps",
 )
+_REPEATED = (
+    "{} ranks read the same rows of reader {!r}, by an explicit rank=, and trained replicas of one model: each row was "
+    "trained {} times"
+)
+_OTHERS = (
+    "beside these readers, a loader that is in no state delivered rows in training, first seen in the checkpoint of "
+    "step {:,}: which of its rows were used is not known"
+)
+_GROUP = "the groups of ranks: {} ranks that read the same rows of reader {!r} are one model-parallel group"
 
 
 def audit(storage: Storage, *, tip: int | None = None, progress: Progress | None = None) -> AuditReport:
@@ -78,11 +87,16 @@ def audit_history(history: History, orders: Mapping[str, Order], *, progress: Pr
         if progress is not None:
             progress(next(count), total, "records")
 
-    readers = []
+    readers, groups = [], []
     for name, records in sorted(by_reader.items()):
         skipped = [one.skipped[name] for one in history.restores if one.attempt in at and name in one.skipped]
         readers.append(account(name, records, orders, skipped=skipped, advance=advance))
         last = records[-1][0]
+        for shared, is_repeated in sorted({(one.shared, one.is_repeated) for _, one in records if one.shared > 1}):
+            if is_repeated:
+                doubts.append(_REPEATED.format(shared, name, shared))
+            else:
+                groups.append(_GROUP.format(shared, name))
         if tip is not None and last.slot != tip.slot:
             doubts.append(f"reader {name!r} is in no checkpoint after step {last.step:,}: its later rows are unknown")
     if tip is None:
@@ -91,6 +105,15 @@ def audit_history(history: History, orders: Mapping[str, Order], *, progress: Pr
         doubts.append(f"{tip.step:,} optimizer steps were taken, and no reader of the run delivered anything for them")
     elif not readers:
         doubts.append("no reader was tracked: the checkpoints hold no record of what was consumed")
+    late = [0]
+    for name, step, had_others in _late_readers(history):
+        late.append(step if had_others else 0)
+        notes.append(
+            f"reader {name!r} joined the run after step {step:,}: rows that steps used before are not recorded"
+        )
+    outside = [one.step for one in history.chain if any(record.has_others for record in one.readers.values())]
+    if outside:
+        notes.append(_OTHERS.format(outside[0]))
     return AuditReport(
         run=history.run or "",
         step=0 if tip is None else tip.step,
@@ -101,8 +124,31 @@ def audit_history(history: History, orders: Mapping[str, Order], *, progress: Pr
         branches=_branches(history),
         doubts=tuple(doubts),
         notes=tuple(notes),
-        trusted=(_INFERRED if any(one.inferred for one in readers) else _STATED, *_TRUSTED),
+        trusted=(_INFERRED if any(one.inferred for one in readers) else _STATED, *_TRUSTED, *groups),
+        from_step=max(_unrecorded_steps(history), *late, 0),
     )
+
+
+def _unrecorded_steps(history: History) -> int:
+    """Return how many of the first steps recorded no reader's rows: the state had no reader, or none delivered."""
+    for manifest in history.chain:
+        firsts = [one.steps.runs[0] for one in manifest.readers.values() if one.steps.runs]
+        if firsts:
+            return 0 if any(run.is_jump for run in firsts) else min(run.first for run in firsts) - 1
+    return 0
+
+
+def _late_readers(history: History) -> Iterator[tuple[str, int, bool]]:
+    """Yield the readers that joined others, but not as a source of their mixture: name, the steps done before, and
+    whether a loader that was in no state delivered rows in these steps."""
+    known: set[str] = set()
+    before, had_others = 0, False
+    for manifest in history.chain:
+        for name in sorted(manifest.readers.keys() - known) if known else ():
+            if not any("." in name and one.startswith(name.rpartition(".")[0] + ".") for one in known):
+                yield name, before, had_others
+        known |= manifest.readers.keys()
+        before, had_others = manifest.step, had_others or any(one.has_others for one in manifest.readers.values())
 
 
 def _doubts(history: History) -> tuple[list[str], list[str]]:

@@ -109,11 +109,13 @@ def count_epoch(
     before: Piece | None,
     claim: Piece | None,
     dropped: Piece | None,
+    excluded: Sequence[Piece] = (),
 ) -> tuple[EpochAudit, list[Wrong]]:
     """Count the ``rows`` rows of an epoch, and return those that are wrong.
 
-    ``pieces`` were recorded, in order. ``before`` was consumed before the record begins. ``claim`` holds the rows that
-    the newest state claims as consumed. ``dropped`` holds the rows that the tail of the epoch drops. None means no row.
+    ``pieces`` were recorded, in order; ``excluded`` trained nothing. ``before`` was consumed before the record begins.
+    ``claim`` holds the rows that the newest state claims as consumed. ``dropped`` holds the rows that the tail of the
+    epoch drops. None means no row.
     """
     none, every = Intervals.empty(), Intervals.whole(rows)
     over = status in ("complete", "skipped")
@@ -129,11 +131,13 @@ def count_epoch(
     again = again.difference(twice)
     inherited = none if before is None else space.of(before).difference(twice.union(again))
     came = seen.difference(twice.union(again, inherited))
+    nothing = came.intersection(none.union(*map(space.of, excluded)))
     audit = EpochAudit(
         epoch=epoch,
         status=status,
         rows=rows,
-        once=came.size,
+        once=came.size - nothing.size,
+        excluded=nothing.size,
         repeated=twice.size,
         again=again.size,
         surplus=surplus,

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from lakeckpt.checkpoint.consumed.reader_states import is_flow
 from lakeckpt.checkpoint.consumed.rows import GroupRows, Order, name_rows, order_name
-from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
+from lakeckpt.checkpoint.format.manifest import Excluded, Manifest, ReaderRecord
 from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.checkpoint.ledger.documents import Documents, DocumentTokens
 from lakeckpt.checkpoint.ledger.indexes import orders_of
@@ -44,6 +44,8 @@ class MicroBatch:
     """The lane; -1 if an epoch's last rows are divided equally."""
     loader_step: int
     spans: tuple[Span, ...]
+    excluded: str = ""
+    """Why its rows trained nothing (`ExcludedFor`); empty: the step used them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +336,11 @@ class _Explainer:
                     self._add_packed(tokens, named, assignment, identity)
                 micro_batches.append(
                     MicroBatch(
-                        number=receipt.micro_batch, lane=receipt.lane, loader_step=loader_step, spans=receipt.spans
+                        number=receipt.micro_batch,
+                        lane=receipt.lane,
+                        loader_step=loader_step,
+                        spans=receipt.spans,
+                        excluded=self._why_excluded(rank, receipt.spans),
                     )
                 )
         found = np.concatenate(rows)
@@ -346,6 +352,13 @@ class _Explainer:
             where=tuple(tokens if order.unit > 1 else name_rows(order, every)),
             documents=None if self.documents is None else tuple(named),
         )
+
+    def _why_excluded(self, rank: int, spans: Sequence[Span]) -> str:
+        """Return why the rows of a micro-batch of ``rank`` trained nothing; empty if a step used them."""
+        for one in self._record.excluded:
+            if one.rank == rank and all(_interval(span).size == _common(one, span).size for span in spans):
+                return one.reason
+        return ""
 
     def _add_packed(
         self, tokens: list[GroupRows], named: list[DocumentTokens], assignment: Assignment, identity: Identity
@@ -363,6 +376,10 @@ def _rows(span: Span, key: LayoutKey, plan: Plan, order: Order) -> npt.NDArray[n
     if order.unit > 1:
         return np.arange(span.start, span.stop)
     return order.locate(plan.state.identity.spec, key, _interval(span))
+
+
+def _common(excluded: Excluded, span: Span) -> Intervals:
+    return _interval(span).intersection(excluded.positions.get(span.epoch, Intervals.empty()))
 
 
 def _interval(span: Span) -> Intervals:

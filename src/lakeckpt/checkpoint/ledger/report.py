@@ -1,11 +1,13 @@
 """This module holds the values of an audit's report: counts, findings that name rows, and reasons against a proof.
 
 Every row of an epoch is in exactly one count of its `EpochAudit`; the constructor checks this. A report has one of
-three verdicts:
+five verdicts, the first of these that holds:
 
 * ``"not proved"``: a row was counted twice or not at all (``findings``), or a proof is impossible (``doubts``), for
   example because something seems to read ahead of the training loop;
+* ``"from step"``: the rows of the first steps were not recorded (``from_step``), and all later rows are proved;
 * ``"delivered"``: every row was delivered exactly once, and it is inferred that steps used some of them (``inferred``);
+* ``"except"``: every row was used exactly once, except for rows that are excluded on record;
 * ``"proved"``: every row was used exactly once, as the training loop stated by ``step(batch)``.
 
 The module never imports torch, and uses neither storage nor the log.
@@ -18,8 +20,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 from lakeckpt.checkpoint.consumed.rows import GroupRows
+from lakeckpt.checkpoint.format.manifest import ExcludedFor
 
 __all__ = [
+    "EXIT_STATUS",
     "AuditReport",
     "Branch",
     "EpochAudit",
@@ -32,10 +36,11 @@ __all__ = [
     "plain_of",
 ]
 
-Verdict = Literal["proved", "delivered", "not proved"]
+Verdict = Literal["proved", "except", "delivered", "from step", "not proved"]
 EpochStatus = Literal["complete", "in progress", "left behind", "skipped", "carried over"]
 FindingKind = Literal["repeated", "lost", "again"]
-_EXIT = {"proved": 0, "not proved": 1, "delivered": 3}
+EXIT_STATUS: dict[Verdict, int] = {"proved": 0, "except": 0, "delivered": 3, "from step": 3, "not proved": 1}
+"""The exit status of ``lakeckpt audit`` for each verdict. 2: the audit failed."""
 _FOUND = {
     "repeated": "were consumed more than once",
     "lost": "were never consumed, and are no longer to come",
@@ -80,9 +85,12 @@ class EpochAudit:
     """Rows that are not consumed yet."""
     before: int
     """Rows that the reader's first state claims as consumed before the record begins."""
+    excluded: int = 0
+    """Rows consumed once that trained nothing, on record. Excluded row groups of the table are not in ``rows``."""
 
     def __post_init__(self) -> None:
         total = self.once + self.repeated + self.again + self.lost + self.dropped + self.left + self.before
+        total += self.excluded
         assert total == self.rows, f"epoch {self.epoch}: {total} of {self.rows} rows accounted for"
 
 
@@ -116,14 +124,33 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExcludedRows:
-    """Rows of one row group that an epoch skipped, because ``exclude`` of `lakeckpt.open_table` names the row group."""
+    """Rows of one row group that trained nothing in an epoch, and why."""
 
     epoch: int
+    reason: ExcludedFor
     file: str
+    """Empty if the rows cannot be named: packed sequences, or rows of a table whose index cannot be read."""
     row_group: int
-    """Its ordinal in the file."""
+    """Its ordinal in the file; -1 if the rows cannot be named."""
     rows: int
-    """The number of its rows that had not been consumed before; this includes rows that a filter would have dropped."""
+    """"damaged": the rows of the row group that had not been consumed before; this includes rows that a filter would
+    have dropped. Else: the rows (packed: sequences) that the reader consumed."""
+    ranges: tuple[tuple[int, int], ...] = ()
+    """Half-open, in the row group, as `GroupRows` counts them; empty: the whole row group, or not known."""
+    step: int | None = None
+    """The optimizer step with which they count as consumed; None: they were never delivered."""
+    rank: int | None = None
+    """The data-parallel rank to which they were dealt; None: they were never delivered."""
+
+    @property
+    def words(self) -> str:
+        """The rows as one line."""
+        where = f" of row group {self.row_group} of {self.file!r}" if self.file else ""
+        ranges = ", ".join(f"{start:,}–{stop - 1:,}" for start, stop in self.ranges[:8])
+        more = f" ({ranges}{', …' if len(self.ranges) > 8 else ''})" if ranges else ""
+        since = "" if self.step is None else f", before or at step {self.step:,} on rank {self.rank}"
+        rows = f"{self.rows:,} row{'' if self.rows == 1 else 's'}"
+        return f"{self.reason}: {rows}{where}{more} in epoch {self.epoch}{since}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +169,7 @@ class ReaderAudit:
     doubts: tuple[str, ...]
     notes: tuple[str, ...] = ()
     excluded: tuple[ExcludedRows, ...] = ()
-    """The excluded rows, by epoch and row group."""
+    """The excluded rows, by epoch, step and row group."""
     inferred: str = ""
     """How many attempts did not state which rows their steps used, so that this is inferred; empty if none."""
 
@@ -180,6 +207,8 @@ class AuditReport:
     """Observations that do not matter to the proof."""
     trusted: tuple[str, ...]
     """The assumptions of the proof."""
+    from_step: int = 0
+    """The first so many optimizer steps did not record which rows they used."""
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -196,17 +225,31 @@ class AuditReport:
         """See the module."""
         if self.findings or self.every_doubt:
             return "not proved"
-        return "delivered" if any(one.inferred for one in self.readers) else "proved"
+        if self.from_step:
+            return "from step"
+        if any(one.inferred for one in self.readers):
+            return "delivered"
+        return "except" if self.excluded else "proved"
+
+    @property
+    def headline(self) -> str:
+        """The verdict for people, such as ``PROVED EXCEPT 8 rows``."""
+        if self.verdict == "not proved":
+            return "NOT PROVED"
+        of = " OF WHAT WAS DELIVERED" if any(one.inferred for one in self.readers) else ""
+        since = f" FROM STEP {self.from_step:,}" if self.from_step else ""
+        excluded = f" EXCEPT {self.excluded:,} row{'' if self.excluded == 1 else 's'}" if self.excluded else ""
+        return f"PROVED{of}{since}{excluded}"
 
     @property
     def exactly_once(self) -> bool:
-        """Whether it is proved."""
-        return self.verdict == "proved"
+        """Whether every row that is not excluded is proved to have counted exactly once."""
+        return self.exit_status == 0
 
     @property
     def exit_status(self) -> int:
-        """0 proved, 1 not proved, 3 proved of what was delivered."""
-        return _EXIT[self.verdict]
+        """See `EXIT_STATUS`."""
+        return EXIT_STATUS[self.verdict]
 
     @property
     def lost(self) -> int:
@@ -230,8 +273,9 @@ class AuditReport:
 
     @property
     def excluded(self) -> int:
-        """Rows of excluded row groups, over all readers and epochs."""
-        return sum(one.rows for reader in self.readers for one in reader.excluded)
+        """Excluded rows, over all readers and epochs: those that trained nothing, and those of excluded row groups."""
+        never = sum(one.rows for reader in self.readers for one in reader.excluded if one.step is None)
+        return self._sum("excluded") + never
 
     def _sum(self, name: str) -> int:
         return sum(getattr(epoch, name) for reader in self.readers for epoch in reader.epochs)
@@ -242,17 +286,25 @@ class AuditReport:
         done = f"{self.checkpoints:,} checkpoint{'' if self.checkpoints == 1 else 's'} up to step {self.step:,}"
         if self.verdict != "not proved":
             dropped = f", {self._sum('dropped'):,} dropped on purpose" if self._sum("dropped") else ""
-            excluded = f", {self.excluded:,} EXCLUDED" if self.excluded else ""
-            counted = "counted" if self.verdict == "proved" else "were delivered"
-            return f"{done}: {self._sum('once'):,} rows {counted} exactly once, 0 lost, 0 repeated{dropped}{excluded}"
+            reasons = sorted({one.reason for reader in self.readers for one in reader.excluded})
+            excluded = f", {self.excluded:,} excluded ({', '.join(reasons)})" if self.excluded else ""
+            counted = "were delivered" if any(one.inferred for one in self.readers) else "counted"
+            since = f"; the rows of the first {self.from_step:,} steps were not recorded" if self.from_step else ""
+            once = f"{self._sum('once'):,} rows {counted} exactly once"
+            return f"{done}: {once}, 0 lost, 0 repeated{dropped}{excluded}{since}{self._unread()}"
         if self.findings:
             again = f", {self.again:,} more to be read again" if self.again else ""
             return f"{done}: {self.lost:,} rows lost, {self.repeated:,} repeated{again}"
         return f"{done}: no row is known to be lost or repeated, but {self.every_doubt[0]}"
 
+    def _unread(self) -> str:
+        """Name the readers of which no row was read, as a small source of a mixture may be, with their rows."""
+        unread = [one for one in self.readers if one.epochs and all(epoch.left == epoch.rows for epoch in one.epochs)]
+        return "".join(f"; {one.epochs[0].left:,} rows of {one.name!r} are to come, none was read" for one in unread)
+
     def to_plain(self) -> dict[str, object]:
         """JSON-able values: all fields, and the sums over readers."""
-        sums = ("verdict", "exactly_once", "words", "lost", "repeated", "surplus", "again", "excluded")
+        sums = ("verdict", "headline", "exactly_once", "words", "lost", "repeated", "surplus", "again", "excluded")
         return {
             **{one.name: plain_of(getattr(self, one.name)) for one in fields(self)},
             **{name: getattr(self, name) for name in sums},

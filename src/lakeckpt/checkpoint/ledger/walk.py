@@ -7,7 +7,8 @@ The manifests of a history record consumption, stretch by stretch. `ReaderWalk` 
 * a row of which some items were consumed (`FlowState`) must go on where it stopped;
 * the states must count as many rows as the index of the table has;
 * the basis of each stretch (`lakeckpt.core.read_ahead.Basis`) must not be suspected. Rows that the training loop stated
-  need no other evidence. The first steps of an attempt are undecided; its later stretches decide for them.
+  need no other evidence. The first steps of an attempt are undecided: they count as inferred, unless a later stretch of
+  the attempt is suspected.
 
 The module is pure. It never imports torch.
 """
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lakeckpt.checkpoint.consumed.reader_states import AnyState, at_end, begun, consumed, consumption, replanned
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
-from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord, Stretch
+from lakeckpt.checkpoint.format.manifest import Excluded, Manifest, ReaderRecord, Stretch
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, piece_of
 from lakeckpt.checkpoint.restore.rest_of_epoch import rows_consumed
 from lakeckpt.core.flows.plan import read_state
@@ -50,6 +51,8 @@ class ReaderWalk:
         """Epoch → its last state, whose plan gives the rows that the tail drops."""
         self.carried: dict[int, list[AnyState]] = {}
         """Epoch → the states from which its rest was carried over to another selection of rows."""
+        self.excluded: dict[int, list[tuple[Piece, Excluded]]] = {}
+        """Epoch → what was consumed there and trained nothing, in order."""
         self.topologies: dict[tuple[int, int, int], None] = {}
         self.inferred = ""
         """How many attempts only inferred that rows were used, in words; empty if none did."""
@@ -73,6 +76,7 @@ class ReaderWalk:
                 self._follow(end)
             tip = read_state(record.state)
             self._follow(tip)
+            self._take_excluded(manifest, record)
             origin = origin or tip
             self.topologies[tip.segment.topology] = None
             moved = [one for one in record.stretches if one.consumed or one.basis != "suspected"]
@@ -108,6 +112,17 @@ class ReaderWalk:
                 positions = positions.intersection(Intervals.whole(rows))
             if positions:
                 self.pieces.setdefault(epoch, []).append(piece_of(begin, epoch, positions, manifest))
+
+    def _take_excluded(self, manifest: Manifest, record: ReaderRecord) -> None:
+        """Collect what the record excludes, in the order of the stretch that consumed it."""
+        for one in record.excluded:
+            for epoch, positions in one.positions.items():
+                found = record.state
+                for stretch in record.stretches:
+                    if positions.intersection(stretch.consumed.get(epoch, Intervals.empty())):
+                        found = stretch.begin
+                piece = piece_of(read_state(found), epoch, positions, manifest)
+                self.excluded.setdefault(epoch, []).append((piece, one))
 
     # --- the last state of each epoch
 
@@ -219,17 +234,11 @@ class ReaderWalk:
                 by_attempt.setdefault(attempt, []).append((manifest.step, stretch))
         inferred = 0
         for attempt, stretches in by_attempt.items():
-            last, newest = stretches[-1]
             suspected = next(((step, one.reason) for step, one in stretches if one.basis == "suspected"), None)
             if suspected is not None:
                 self.doubt(
                     f"attempt {attempt}, up to step {suspected[0]:,}: {suspected[1]}: rows may count as consumed that "
                     "no step used. Call manager.step(batch)"
-                )
-            elif newest.basis == "undecided":
-                self.doubt(
-                    f"attempt {attempt} took too few steps, up to step {last:,}, to tell whether something reads ahead "
-                    "of the training loop. Call manager.step(batch)"
                 )
             else:
                 inferred += any(one.basis != "stated" for _, one in stretches)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
+from lakeckpt.checkpoint.failures import save_failed
 from lakeckpt.checkpoint.format.manifest import Entry, Manifest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.persist.commit import superseded
@@ -67,9 +68,8 @@ class Tip:
             try:
                 self.catch_up()
             except StorageError as error:
-                raise SaveFailed(
-                    f"whether slot {self.attempt.last + 1} was committed cannot be looked up: {error}"
-                ) from error
+                text = f"whether slot {self.attempt.last + 1} was committed cannot be looked up: {error}"
+                raise save_failed(text, error) from error
         return self.attempt.last + 1
 
     def lost(self) -> str:
@@ -119,7 +119,7 @@ class Tip:
                 f"late: it counts, and step {manifest.step} was not saved"
             ) from None
         except StorageError as error:
-            raise SaveFailed(f"the manifest of step {manifest.step} could not be put: {error}") from error
+            raise save_failed(f"the manifest of step {manifest.step} could not be put: {error}", error) from error
 
     def adopt(self, manifest: Manifest) -> None:
         """Record that the manifest is committed, so that the next commit goes on from it."""

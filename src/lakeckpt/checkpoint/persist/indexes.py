@@ -13,8 +13,9 @@ import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from lakeckpt.checkpoint.failures import save_failed
 from lakeckpt.checkpoint.persist.history import INDEX, index_path, selection_path
-from lakeckpt.errors import ObjectMissing, SaveFailed, WireError
+from lakeckpt.errors import ObjectMissing, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.reading.filters.selection import RowSelection
@@ -90,5 +91,6 @@ def write_documents(storage: Storage, readers: Iterable[object], *, skip: Collec
             if path not in skip and not storage.list(path):
                 storage.put(path, [one.dumps()])
     except OSError as error:
-        raise SaveFailed(f"the index of a table, which a checkpoint refers to, was not written: {error}") from error
+        text = f"the index of a table, which a checkpoint refers to, was not written: {error}"
+        raise save_failed(text, error) from error
     return set(every)

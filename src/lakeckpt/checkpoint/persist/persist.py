@@ -74,6 +74,7 @@ def persist(
     trees: Sequence[TreeRecord],
     outline: Outline | None = None,
     reports: Mapping[str, bytes] | None = None,
+    excluded: bytes = b"",
     earlier: Earlier | None = None,
     intact: Callable[[], None] = lambda: None,
 ) -> PartRecord:
@@ -107,6 +108,7 @@ def persist(
         trees=tuple(trees),
         outline=outline,
         reports=reports or {},
+        excluded=excluded,
     )
     storage.put(save.part_path(rank), [part.to_bytes()])
     return part

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lakeckpt import __version__
+from lakeckpt.checkpoint.consumed.excluded import excluded_of, with_excluded
 from lakeckpt.checkpoint.consumed.pending import joined, since, weakest
 from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of, shared_fields
 from lakeckpt.checkpoint.failures import (
@@ -27,6 +28,7 @@ from lakeckpt.checkpoint.failures import (
     noted_stop,
     publish_failure,
     save_error,
+    save_failed,
 )
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, SaveId, TreeRecord
@@ -155,7 +157,7 @@ class Publisher:
             if not isinstance(error, (LakeckptError, OSError)):
                 self._tell_others(save, error)
                 raise
-            failure = SaveFailed(f"rank {self._rank} could not write its part of step {save.step}: {error}")
+            failure = save_failed(f"rank {self._rank} could not write its part of step {save.step}: {error}", error)
             self._tell_others(save, failure)
             raise failure from error
         if self._rank == 0:
@@ -195,7 +197,7 @@ class Publisher:
         announced: dict[str, str] = {}
         states: dict[str, Mapping[str, str]] = {}
         try:
-            announced = self._announced() if self._rank == 0 else {}
+            announced = self._announced() if self._rank == 0 and failure is None else {}
             if isinstance(taken, StagedCut):
                 facts["tracked readers"] = ", ".join(map(repr, sorted(taken.readers))) or "none"
                 states = {
@@ -203,6 +205,8 @@ class Publisher:
                     for name, pending in taken.readers.items()
                 }
                 announced |= _weaker(taken) if self._rank else {}
+        except StorageError as error:
+            failure = save_failed(f"nothing was saved at step {save.step}: {error}", error)
         except Exception as error:
             failure = failure or error
         if failure is not None:
@@ -263,6 +267,7 @@ class Publisher:
             earlier=self._part_of(int(agreement.announced["parent"]) if agreement.announced["parent"] else None),
             intact=cut.intact,
             reports=reports_of(cut.readers),
+            excluded=excluded_of(cut.readers),
         )
 
     def _part_of(self, parent: int | None) -> Earlier:
@@ -294,7 +299,7 @@ class Publisher:
             if not isinstance(error, OSError):
                 self._tell_others(save, error)
                 raise
-            failure = SaveFailed(f"the checkpoint of step {cut.step} could not be committed: {error}")
+            failure = save_failed(f"the checkpoint of step {cut.step} could not be committed: {error}", error)
             self._tell_others(save, failure)
             raise failure from error
         return manifest
@@ -323,6 +328,14 @@ class Publisher:
         )
         verify_objects(self._storage, parts)
         self._retention.remember(refs, parts)
+        readers = {
+            name: joined(
+                of_all_ranks(name, since(pending, self.attempt.recorded), [one.reports for one in parts]),
+                others=_weakest_of_others(name, agreement.announced),
+            )
+            for name, pending in cut.readers.items()
+        }
+        excluded = (one.excluded for one in parts)
         return Manifest(
             run=self.attempt.run,
             slot=int(agreement.announced["slot"]),
@@ -333,13 +346,7 @@ class Publisher:
             world_size=self._world_size,
             cut=agreement.cut,
             parts=tuple(refs),
-            readers={
-                name: joined(
-                    of_all_ranks(name, since(pending, self.attempt.recorded), [one.reports for one in parts]),
-                    others=_weakest_of_others(name, agreement.announced),
-                )
-                for name, pending in cut.readers.items()
-            },
+            readers=with_excluded(readers, excluded, after=self.attempt.recorded, upto=cut.step),
             seed=self.attempt.seed,
             library=__version__,
             created_s=float(self._clock()),
@@ -352,8 +359,8 @@ class Publisher:
         """Remove the files of saves that failed, before any rank writes for the save ``now``: a full store may have no
         room for both. A save that may still turn out to be committed stays. Files that a late rank adds to a failed
         save are removed with the next commit."""
-        for save in self.tip.abandoned - {now}:
-            with contextlib.suppress(StorageError):  # it goes with the next commit
+        with contextlib.suppress(StorageError):  # they go with the next commit
+            for save in self.tip.abandoned - {now}:
                 self._retention.clear(save)
                 self.tip.failed.discard(save)
 

@@ -15,7 +15,6 @@ starts no threads that outlive a call.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import time
@@ -25,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from lakeckpt import __version__
-from lakeckpt.checkpoint.format.begins import said_of
 from lakeckpt.checkpoint.format.manifest import Begin, Captured, Manifest, Restored
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.commit import superseded
@@ -54,7 +52,7 @@ from lakeckpt.checkpoint.restore.from_memory import Offer, where_it_goes_on
 from lakeckpt.checkpoint.restore.rest_of_epoch import is_carried_over
 from lakeckpt.checkpoint.restore.rollback import before_orders, never_removed, no_such_step, restorable
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, CheckpointNotFound, StorageError
-from lakeckpt.lake.storage.base import Storage, clear_leftovers, describe
+from lakeckpt.lake.storage.base import Storage, clear_leftovers, describe, expect_folder
 
 __all__ = ["MOST_TRIES", "Choice", "Chooser", "LogReader", "Step", "too_often_removed"]
 
@@ -62,7 +60,6 @@ MOST_TRIES = 16
 """A reader gives up after so many checkpoints that the run removed while they were read."""
 Step = int | Literal["best"] | None
 
-_LOG = logging.getLogger("lakeckpt")
 _FIRST_ENTRIES = 64
 """So many of the newest entries of the log are read at first."""
 _MOST_SLOTS = 100
@@ -156,7 +153,8 @@ class Chooser(LogReader):
 
     def choose(self) -> dict[str, str]:
         """Return the ``slot`` that is chosen (``none`` on a fresh start), the ``run``, which cuts in memory go on from
-        there (an ``offer``, or nothing), and the step of the roll-back that this ``obeys`` (or nothing)."""
+        there (an ``offer``, or nothing), the step of the roll-back that this ``obeys`` (or nothing), and whether the
+        log is ``empty``."""
         self.look()
         obeys = self._obeys()
         chosen = self._chosen()
@@ -166,6 +164,7 @@ class Chooser(LogReader):
             "run": self.view.run or uuid.uuid4().hex,
             "offer": "" if offer is None else offer.to_text(),
             "obeys": "" if obeys is None else str(obeys),
+            "empty": "yes" if self.view.last < 0 else "",
         }
 
     def _obeys(self) -> int | None:
@@ -239,9 +238,11 @@ class Chooser(LogReader):
 
     # --- the claim, and its end
 
-    def claim(self, run: str) -> dict[str, str]:
+    def claim(self, run: str, take_over: Callable[[Begin, Begin], object] | None = None) -> dict[str, str]:
         """Begin the attempt: from now on nobody else commits into the run, or removes anything of it. Returns the
-        attempt's number, as ``begun``."""
+        attempt's number, as ``begun``.
+
+        ``take_over(begin, other)`` is called before the run is taken over from the ``other`` attempt, and may raise."""
         for _ in range(_MOST_SLOTS):
             slot, before = self.view.last + 1, self.view.begins
             begin = Begin(
@@ -255,6 +256,10 @@ class Chooser(LogReader):
                 pid=os.getpid(),
                 facts=recorded(facts_of(self._objects), before[-1] if before else None, self._objects),
             )
+            if before and take_over is not None:
+                take_over(begin, before[-1])
+            if slot:  # only the first attempt makes the place
+                expect_folder(self._storage, LOG)
             self._taken = slot
             try:
                 put_entry(self._storage, begin)
@@ -264,7 +269,6 @@ class Chooser(LogReader):
                     self._chosen()
                 continue
             if before:
-                _LOG.info("%s takes the run over from %s", said_of(begin), said_of(before[-1]))
                 say_changes(begin, before[-1], self._objects)
             with contextlib.suppress(StorageError):  # what dead writers left is in nobody's way
                 clear_leftovers(self._storage)

@@ -34,7 +34,8 @@ from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of
 from lakeckpt.checkpoint.format.manifest import Captured, ReaderRecord
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.indexes import documents_of, filtered
-from lakeckpt.checkpoint.persist.log import Damage, slot_path
+from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
+from lakeckpt.checkpoint.presence import Presence
 from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreReport
 from lakeckpt.checkpoint.restore.choosing import Chooser
 from lakeckpt.checkpoint.restore.from_memory import Offer, Remembered
@@ -42,7 +43,7 @@ from lakeckpt.checkpoint.restore.table_versions import opened_versions, pins_as_
 from lakeckpt.checkpoint.restore.trial import Candidate, Trial
 from lakeckpt.checkpoint.state.random_states import derive_random, restore_random
 from lakeckpt.errors import ArenaError, CheckpointDamaged
-from lakeckpt.lake.storage.base import Storage
+from lakeckpt.lake.storage.base import Storage, expect_folder
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.tally import Tally
 from lakeckpt.tracking.votes import texts
@@ -98,10 +99,15 @@ class Restorer:
         self._unfit: set[Captured] = set()
         self._trial = Trial(storage, exchange, objects, allow_missing=allow_missing, advice=_ADVICE, mixed=_MIXED)
         self._all = self._trial.together
+        self._presence: Presence | None = None
         self._fits: tuple[_Which, Candidate] | None = None  # what was compared, and whose reader states are loaded
 
-    def restore(self) -> tuple[int, Attempt, RestoreReport]:
-        """Restore, collectively. Returns the optimizer steps done, the attempt that began and the report."""
+    def restore(self, presence: Presence | None = None) -> tuple[int, Attempt, RestoreReport]:
+        """Restore, collectively. Returns the optimizer steps done, the attempt that began and the report.
+
+        ``presence``: this job's; without one, nobody waits for a run that is away, or looks whether another job lives.
+        """
+        self._presence = presence
         try:
             with self._trial.undone_if_it_fails():
                 return self._restore()
@@ -111,7 +117,13 @@ class Restorer:
 
     def _restore(self) -> tuple[int, Attempt, RestoreReport]:
         run = self._compare_first()
-        begun = int(self._all.ask_rank_0(lambda: self._chooser.claim(run))["begun"])
+        take_over = None if self._presence is None else self._presence.take_over
+        if self._presence is not None:
+            self._presence.meet()
+        begun = int(self._all.ask_rank_0(lambda: self._chooser.claim(run, take_over))["begun"])
+        expect_folder(self._storage, LOG)
+        if self._presence is not None:
+            self._presence.begin(begun, 0 if self._fits is None else self._fits[1].step)
         for _ in range(_MOST_ROUNDS):
             choice, which = self._choose()
             chosen: Candidate | None = None
@@ -137,6 +149,8 @@ class Restorer:
         """Before anything is written: refuse what does not fit, and let the job that is alive go on. The run's id."""
         for _ in range(_MOST_LOOKS):
             choice, which = self._choose()
+            if choice["empty"] and self._presence is not None and self._presence.await_run():
+                continue
             if which == (None, None) or self._compare(choice["run"], which) is not None:
                 break
         return choice["run"]

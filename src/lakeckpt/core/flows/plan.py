@@ -115,6 +115,10 @@ class FlowPlan:
         return segment.micro_batch + (step - segment.step) * segment.world_size + rank
 
     @cached_property
+    def _reader(self) -> str:
+        return self.state.identity.digest
+
+    @cached_property
     def sizes(self) -> list[int] | None:
         """The positions of each lane; None where a lane does not end."""
         found: list[int] | None = self.deal.limits.tolist() if isinstance(self.deal, EpochDeal) else None
@@ -149,6 +153,7 @@ class FlowPlan:
             world_size=segment.world_size,
             spans=() if read is None else read.spans,
             step_rows=segment.batch_size * segment.world_size,
+            reader=self._reader,
             items=0 if read is None else read.items,
             moves=moves if read is None else (*moves, read.move),
         )

@@ -35,6 +35,8 @@ class MixedReceipt:
     """(source, its positions in the order of its rows), of the sources that have rows in it; each names its epochs."""
     epoch: int = 0
     """0: sources count their epochs themselves."""
+    reader: str = ""
+    """`lakeckpt.core.state.Identity.digest` of all sources together; empty: not named."""
     last: bool | None = field(default=None, compare=False)
     """As in `lakeckpt.Receipt`."""
 

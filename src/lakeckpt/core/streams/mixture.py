@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 
+from lakeckpt.core.hashing import derive_key
 from lakeckpt.core.lanes import Rest, turns
 from lakeckpt.core.plan import Plan, replan, start
 from lakeckpt.core.state import Identity, ReaderState, Segment
@@ -133,6 +134,10 @@ class MixedPlan:
         return self._plans[number]
 
     @cached_property
+    def _reader(self) -> str:
+        return f"{derive_key(' '.join(one.identity.digest for one in self.state.sources))[0]:016x}"
+
+    @cached_property
     def _first(self) -> int:
         return self.source(0).deal.first
 
@@ -163,19 +168,31 @@ class MixedPlan:
         mixing, weights = self.state.mixing, self.state.weights
         if mixing.exhausted == "next_epoch":
             return None
-        steps = {}
-        for number in np.flatnonzero(weights).tolist():
-            deal = self.source(number).deal
-            assert isinstance(deal, StreamDeal)
-            end = deal.end_of(0)
-            if end is not None:
-                steps[number] = self.segment.step + (end - self.segment.micro_batch) // self.segment.world_size
+        steps = self._last_steps()
         at = max(min(steps.values()), self.segment.step)
         left = {str(one): float(weights[one]) for one, step in steps.items() if step > at}
         if mixing.exhausted == "stop" or not left:
             return at, None
         shares = fractions(left)
         return at, tuple(shares.get(str(one), 0) for one in range(len(weights)))
+
+    def _last_steps(self) -> dict[int, int]:
+        """Return source → the first step for which it has too few rows left in its first epoch."""
+        steps = {}
+        for number in np.flatnonzero(self.state.weights).tolist():
+            deal = self.source(number).deal
+            assert isinstance(deal, StreamDeal)
+            end = deal.end_of(0)
+            if end is not None:
+                steps[number] = self.segment.step + (end - self.segment.micro_batch) // self.segment.world_size
+        return steps
+
+    @property
+    def too_small(self) -> list[str]:
+        """The sources that have too few rows for the first step of the mixture, if it ends before that step."""
+        if not self.is_last or self.steps != 0:
+            return []
+        return [self.state.mixing.names[one] for one, step in self._last_steps().items() if step <= 0]
 
     def micro_batch(self, step: int) -> int:
         """Return the first micro-batch of ``step``."""
@@ -201,6 +218,7 @@ class MixedPlan:
             world_size=segment.world_size,
             rows=segment.batch_size,
             spans=tuple((names[part.source], part.spans) for part in parts),
+            reader=self._reader,
             last=self.is_last and self.steps == step + 1,
         )
         return MixedAssignment(

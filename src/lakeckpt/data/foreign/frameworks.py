@@ -21,7 +21,7 @@ import inspect
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import FrameType
 from typing import Any
 
@@ -174,7 +174,7 @@ class Prepared:
         """The receipt of what the loop received last."""
         raise NotImplementedError
 
-    def _as_prepared(self, items: Iterator[Any], steps: int | None) -> Iterator[Any]:
+    def _as_prepared(self, items: Iterator[Any], steps: int | None) -> Generator[Any]:
         """Deliver ``items`` as accelerate's loaders do; ``steps`` is how many the epoch has, None: it never ends."""
         state, operations = sys.modules["accelerate.state"], sys.modules["accelerate.utils.operations"]
         gradients, device = state.GradientState(), state.PartialState().device

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -164,7 +164,7 @@ class WorkerTurns:
 
     def iterate(
         self, shared: SharedEpoch, base_seed: int, *, worker: int, workers: int, rank: int, world_size: int
-    ) -> Iterator[Any]:
+    ) -> Generator[Any]:
         """Yield what worker ``worker`` of ``workers`` reads of an iteration; torch gives each a ``base_seed``."""
         loaded, self._loaded = self._loaded, None
         iteration = (base_seed + self._begun) % 2**62 + 1
@@ -224,7 +224,7 @@ class WorkerTurns:
         progress.settle(world_size, workers, num_lanes=lanes)
         return WorkerPlace(state=progress.state, worker=worker, workers=workers)
 
-    def _steps(self, place: WorkerPlace, rank: int) -> Iterator[Any]:
+    def _steps(self, place: WorkerPlace, rank: int) -> Generator[Any]:
         plan, workers, step = Plan(place.state), place.workers, place.next_step
         steps = itertools.count(step, workers) if plan.steps is None else range(step, plan.steps, workers)
         for dealt, found in Ahead(self._source, (plan.assignment(step, rank) for step in steps)):
@@ -240,7 +240,7 @@ class WorkerTurns:
             )
 
 
-def _raise(refusal: str) -> Iterator[Any]:
+def _raise(refusal: str) -> Generator[Any]:
     """Raise when the first item is asked for: what ``iter`` raises in a worker that lives on ends it without a word."""
     raise StateUnavailable(refusal)
     yield

@@ -2,25 +2,31 @@
 
 A loader calls `delivered` for every batch and `end` at the end of its rows, on whatever thread iterates it. A
 checkpoint manager calls `take` at each step. `unsaved` counts what loaders of this process have delivered whose place
-no manager saves. The module starts no threads and takes no locks: where another thread delivers, a count may be off by
-what that thread adds meanwhile, and the loop is suspected for the thread's sake in any case.
+no manager saves, and `unsaved_in_training` what they delivered while gradients were on and models were in train mode.
+The module starts no threads and takes no locks: where another thread delivers, a count may be off by what that thread
+adds meanwhile, and the loop is suspected for the thread's sake in any case.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
 from threading import get_ident
+
+import torch
 
 from lakeckpt.core.read_ahead import Given
 
-__all__ = ["ConsumptionWarning", "Deliveries", "ReadAheadWarning", "unsaved"]
+__all__ = ["ConsumptionWarning", "Deliveries", "ReadAheadWarning", "unsaved", "unsaved_in_training", "watch_training"]
 
 _MANY = 1000
 """So many micro-batches without a step are warned of."""
 _MANY_ROWS = 1_000_000
 """So many rows, where the loop gets single rows."""
 _EVERY: weakref.WeakSet[Deliveries] = weakref.WeakSet()
+_IN_TRAINING: list[Callable[[], bool]] = []
+"""Says whether the models of the newest manager of this process are in train mode; empty: there is none."""
 _NO_STEP = (
     "reader {!r} has delivered {:,} {} since restore(), and manager.step(batch) was never called: no checkpoint "
     "is saved by the policy, and after a crash all of these rows come again. Call manager.step(batch) after each "
@@ -48,6 +54,10 @@ class Deliveries:
         self._primed: int | None = None
         self._name: str | None = None
         self._steps = 0
+        self.run = 0
+        """How many managers have tracked the loader."""
+        self._in_training = 0
+        """How many batches came while a model was trained, and no manager saved the place of the loader."""
 
     def __reduce__(self) -> tuple[type[Deliveries], tuple[()]]:
         return Deliveries, ()  # in a worker process nothing was delivered
@@ -70,6 +80,8 @@ class Deliveries:
         self._recent += 1
         self._over = False
         self._threads.add(get_ident())
+        if self._name is None and _IN_TRAINING and torch.is_grad_enabled() and _IN_TRAINING[-1]():
+            self._in_training += 1
         if self._count == 1:
             _EVERY.add(self)
         elif self._count == (_MANY_ROWS if self._row_wise else _MANY):
@@ -79,11 +91,14 @@ class Deliveries:
         """Note that the loop saw the end of the rows."""
         self._over = True
 
-    def begin_run(self, name: str) -> None:
-        """Note that a manager tracks the loader as ``name`` from now on: earlier deliveries are not of its run."""
+    def begin_run(self, name: str) -> int:
+        """Note that a manager tracks the loader as ``name`` from now on: earlier deliveries are not of its run. Returns
+        the number of this run, which ``run`` is until another manager takes the loader."""
         self._primed = None if self._over else self._iteration
         self.take()
         self._name, self._steps = name, 0
+        self.run += 1
+        return self.run
 
     def saved(self) -> None:
         """Note that there is nothing to warn of: the place of the loader is saved without tracking, or never."""
@@ -113,3 +128,13 @@ class Deliveries:
 def unsaved() -> int:
     """Return how many batches were delivered by loaders of this process whose place no manager saves."""
     return sum(one._count for one in list(_EVERY) if not one.is_saved)
+
+
+def watch_training(is_training: Callable[[], bool]) -> None:
+    """Count batches of loaders that no manager saves, from now on, while ``is_training`` returns True."""
+    _IN_TRAINING[:] = [is_training]
+
+
+def unsaved_in_training() -> int:
+    """Return how many batches loaders whose place no manager saves have delivered while a model was trained."""
+    return sum(one._in_training for one in list(_EVERY) if not one.is_saved)

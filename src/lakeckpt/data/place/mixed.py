@@ -203,7 +203,18 @@ class MixedProgress:
         """Do nothing: there are no epochs to end."""
 
     def begin_iteration(self) -> int:
-        """Return a number for the iteration that begins; `check` refuses those of earlier ones."""
+        """Return a number for the iteration that begins; `check` refuses those of earlier ones. `ConfigError` if the
+        mixture ends before its first step."""
+        if small := self.plan.too_small:
+            rows = ", ".join(
+                f"{name!r} has {self.sources[self.mixing.names.index(name)].identity.rows}" for name in small
+            )
+            lanes, size = self.plan.segment.num_lanes, self.plan.segment.batch_size
+            raise ConfigError(
+                f"the mixture ends before its first step: of its sources, {rows} rows, and one step takes rows of each "
+                f"source for {lanes} lanes of {size} rows. Give mix(…, num_lanes=…) fewer lanes (at least one for each "
+                "rank), a smaller batch_size=, exhausted='next_epoch', or leave these sources out"
+            )
         self._iteration += 1
         return self._iteration
 

@@ -93,6 +93,21 @@ class LoaderReader:
             found["transform"] = "none" if transform is None else maker_of(getattr(transform, "transform", transform))
         return found
 
+    @property
+    def topology(self) -> tuple[int, int]:
+        """(data-parallel rank, number of data-parallel ranks)."""
+        return self._loader.topology
+
+    @property
+    def last_of_loader(self) -> Any:
+        """The receipt of the loader's last batch; of a mixture, that of the whole micro-batch."""
+        return self._loader.last_receipt
+
+    @property
+    def has_explicit_rank(self) -> bool:
+        """Whether the user gave ``rank=`` and ``world_size=``, so that no group says which ranks read the same rows."""
+        return self._dataset._explicit_rank is not None
+
     def start(self) -> None:
         """Begin to read what the next iteration will deliver.
 

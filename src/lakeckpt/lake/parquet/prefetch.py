@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from io import FileIO
 
 import pyarrow as pa
 
@@ -46,12 +47,12 @@ class OpenedFile:
     fit: FileFit
     plan: Callable[[int], RowGroupPlan]
     """Returns the columns to read of a row group, which is named by its ordinal in the table."""
-    source: pa.NativeFile | Callable[[int, int], bytes]
+    source: FileIO | Callable[[int, int], bytes]
     """The local file, or a function that reads bytes [start, stop) from a store."""
 
     def begin(self, plan: RowGroupPlan) -> Fetch:
         """Start to read a row group from a store."""
-        assert not isinstance(self.source, pa.NativeFile)
+        assert not isinstance(self.source, FileIO)
         return Fetch(self.source, plan.ranges)
 
 
@@ -121,7 +122,7 @@ class Prefetcher:
             expected.file, expected.fetch, expected.size_bytes, expected.is_settled = None, None, 0, True
         opened = self.opened(ordinal) if file is None else _result(state, ordinal, file)
         plan = opened.plan(group)
-        if isinstance(opened.source, pa.NativeFile):
+        if isinstance(opened.source, FileIO):
             store_counters("local").read(plan.size_bytes)
             return opened, plan, pa.memory_map(f"/proc/self/fd/{opened.source.fileno()}")
         fetch = fetch or opened.begin(plan)

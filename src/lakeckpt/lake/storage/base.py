@@ -9,6 +9,7 @@ does no I/O, starts no threads and never shows credentials: `describe` returns a
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ __all__ = [
     "clear_leftovers",
     "delete_all",
     "describe",
+    "expect_folder",
+    "is_lasting",
     "is_temporary",
     "no_conditional_put",
     "redact_uri",
@@ -40,6 +43,7 @@ _AUTHORITY_END = re.compile("[/?#]")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
 _CHAIN = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]*(::.*://|://.*::)")
 MAX_KEY_BYTES = 4096
+_LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENODEV})
 _UNCONFINED = frozenset({"", ".", ".."})
 
 
@@ -107,6 +111,14 @@ class Storage(Protocol):
     def delete(self, path: str) -> None:
         """Remove an object; it is no error if there is none."""
         ...
+
+
+def is_lasting(error: BaseException) -> bool:
+    """Return whether waiting does not mend the error of a write: the store is full or refuses this user, the bucket is
+    not there, or the store can never commit."""
+    if isinstance(error, ConditionalPutUnsupported):
+        return True
+    return isinstance(error, OSError) and error.errno in _LASTING
 
 
 def check_range(path: str, start: int, stop: int | None) -> bool:
@@ -216,6 +228,17 @@ def clear_leftovers(storage: Storage) -> int:
     """
     clear = getattr(storage, "clear_leftovers", None)
     return int(clear()) if callable(clear) else 0
+
+
+def expect_folder(storage: Storage, folder: str) -> None:
+    """Let puts into a local folder fail from now on if ``folder`` in it is gone: the place was renamed or unmounted.
+
+    A put would make the place anew, and what lies there would be hidden when the place comes back. Object stores have
+    no folders: this does nothing there.
+    """
+    expect = getattr(storage, "expect_folder", None)
+    if callable(expect):
+        expect(folder)
 
 
 def delete_all(storage: Storage, paths: Sequence[str]) -> None:

@@ -41,7 +41,7 @@ def failure_of(error: Exception, what: str, options: StoreOptions) -> Exception:
         advice = "Move that object, or open a table through filesystem=s3fs.S3FileSystem(…)"
         return _lasting(StorageError, f"{what}: {text}. {advice}")
     if code == "NoSuchBucket":
-        return _lasting(ObjectMissing, f"{what}: its bucket is not there", errno.ENOENT)
+        return _lasting(ObjectMissing, f"{what}: its bucket is not there", errno.ENODEV)
     if isinstance(error, FileNotFoundError):
         return _lasting(ObjectMissing, f"{what}: there is no such object", errno.ENOENT)
     if name in _CONDITION:

@@ -53,7 +53,7 @@ class LocalStorage:
     link that is itself the object (never a linked folder). It is meant for tables, which people assemble from links.
     """
 
-    __slots__ = ("_durable", "_follow", "_root", "name")
+    __slots__ = ("_durable", "_expected", "_follow", "_root", "_was_there", "name")
 
     def __init__(self, root: str | os.PathLike[str], *, follow_file_links: bool = False) -> None:
         self.name = os.path.abspath(os.fspath(root))
@@ -62,6 +62,8 @@ class LocalStorage:
         self._follow = follow_file_links
         self._durable: set[str] = set()
         """Folders whose entry in their parent this process has synced."""
+        self._expected: str | None = None
+        self._was_there = False
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.name!r})"
@@ -137,6 +139,14 @@ class LocalStorage:
         check_key(path)
         with self._explaining("read", path), self._opened(path):
             return os.path.join(self.name, path)
+
+    def expect_folder(self, folder: str) -> None:
+        """Let puts fail from now on if ``folder`` is gone that this process has seen there.
+
+        A folder that another machine has just made may be invisible here for some seconds, so it must be seen first.
+        """
+        self._expected = os.path.join(self._root, folder)
+        self._was_there = os.path.isdir(self._expected)
 
     def clear_leftovers(self) -> int:
         """Remove the temporary files of writers that died, and return how many they were."""
@@ -234,6 +244,7 @@ class LocalStorage:
     def _created(self, folder: str) -> tuple[str, int]:
         """Create a temporary file in a folder, which is made. A folder that is removed meanwhile is made again."""
         temporary = os.path.join(folder, temporary_name(secrets.token_hex(8)))
+        self._refuse_away()
         for _ in range(_FOLDER_TRIES - 1):
             with contextlib.suppress(FileNotFoundError):
                 self._make_folder(folder)
@@ -249,6 +260,8 @@ class LocalStorage:
         """
         if folder in self._durable:
             return
+        if folder == self._root:
+            self._refuse_away()
         parent = os.path.dirname(folder)
         if len(folder) > len(self._root) or not os.path.isdir(parent):
             self._make_folder(parent)
@@ -264,6 +277,20 @@ class LocalStorage:
         if len(self._durable) >= _MOST_DURABLE:
             self._durable.clear()
         self._durable.add(folder)
+
+    def _refuse_away(self) -> None:
+        """Raise `StorageError` if the folder that is expected is gone."""
+        if self._expected is None:
+            return
+        is_there = os.path.isdir(self._expected)
+        if self._was_there and not is_there:
+            error = StorageError(
+                f"{self.name} is away: it was renamed, unmounted or removed, and {self._expected} is gone. Bring it "
+                "back; it is not made anew"
+            )
+            error.errno = errno.ESTALE
+            raise error
+        self._was_there = is_there
 
     def _linked(self, place: str, data: bytes) -> bool:
         """Link a synced file with ``data`` into place; False where an object is there already."""

@@ -6,7 +6,9 @@ bytes that move, at the slowest rate that is still called progress. Pauses are d
 doubles ("full jitter"), so that many readers that failed at once do not come back at once.
 
 An attempt raises `Retryable` where another attempt may succeed; all other exceptions end the call. A call that an
-attempt outlasts ends with that attempt. The module starts no threads; clock, sleep and randomness are arguments.
+attempt outlasts ends with that attempt. A call that follows one whose time ran out gets at most a ninth of the time
+since then, and at least one attempt: an outage that is known holds up its callers for about a tenth of its length. The
+module starts no threads; clock, sleep and randomness are arguments.
 """
 
 from __future__ import annotations
@@ -27,19 +29,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadlines:
-    """``total_s`` for a call with all its attempts and pauses, ``attempt_s`` for each attempt, at most
-    ``max_attempts`` of them. Both times grow by a second for every ``slowest_bytes_per_s`` that a call moves. Pauses
-    are at most ``pause_s``, doubled each time, up to ``longest_pause_s``."""
+    """``total_s`` for a call with all its attempts and pauses, ``attempt_s`` for each attempt. Both times grow by a
+    second for every ``slowest_bytes_per_s`` that a call moves. Pauses are at most ``pause_s``, doubled each time, up to
+    ``longest_pause_s``."""
 
     total_s: float = 60.0
     attempt_s: float = 15.0
     slowest_bytes_per_s: int = 1 << 20
-    max_attempts: int = 8
     pause_s: float = 0.1
     longest_pause_s: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("total_s", "attempt_s", "slowest_bytes_per_s", "max_attempts", "pause_s", "longest_pause_s"):
+        for name in ("total_s", "attempt_s", "slowest_bytes_per_s", "pause_s", "longest_pause_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise ConfigError(f"{name} must be a number above 0, got {value!r}")
@@ -57,11 +58,15 @@ class Retryable(Exception):
         self.errno = errno
 
 
+_SHARE = 9
+"""After a call whose time ran out, the next may take the time since then, divided by this number."""
+
+
 class Retrier:
-    """Makes attempts until one succeeds, ``deadlines`` have passed, or a failure is final. Holds no state of calls.
+    """Makes attempts until one succeeds, ``deadlines`` have passed, or a failure is final. Any thread may call it.
     ``counters`` count the attempts that are made once more."""
 
-    __slots__ = ("_counters", "_draw", "_sleep", "clock", "deadlines")
+    __slots__ = ("_counters", "_draw", "_failed_s", "_sleep", "clock", "deadlines")
 
     def __init__(
         self,
@@ -75,27 +80,33 @@ class Retrier:
         self.deadlines, self.clock = deadlines, clock
         self._counters = counters
         self._sleep, self._draw = sleep, draw
+        self._failed_s = float("-inf")  # when the time of a call ran out; no call has succeeded since
 
     def call(self, what: str, attempt: Callable[[], T], *, size_bytes: int = 0) -> T:
         """Return what ``attempt()`` returns, which moves ``size_bytes``.
 
         ``what`` begins the message of an error, as in "cannot read 'x' in s3://bucket". Raises `StorageError`
-        with the text of the last `Retryable` when attempts or time run out.
+        with the text of the last `Retryable` when the time runs out.
         """
         limits, begin, tried = self.deadlines, self.clock(), 0
-        end = begin + limits.bound_s(size_bytes)
+        end = begin + min(limits.bound_s(size_bytes), (begin - self._failed_s) / _SHARE)
         while True:
             tried += 1
             try:
-                return attempt()
+                found = attempt()
+                self._failed_s = float("-inf")
+                return found
+            except StorageError:  # an answer, if only a refusal
+                self._failed_s = float("-inf")
+                raise
             except Retryable as failure:
                 pause_s = self._draw() * min(limits.longest_pause_s, limits.pause_s * 2 ** min(tried - 1, 30))
-                if tried < limits.max_attempts and self.clock() + pause_s < end:
+                if self.clock() + pause_s < end:
                     self._sleep(pause_s)
                     if self._counters is not None:
                         self._counters.retried()
                     continue
                 spent = f"{tried} attempt{'s' * (tried > 1)} in {self.clock() - begin:.1f} of {end - begin:.1f} s"
                 error = StorageError(f"{what}: {failure} ({spent})")
-                error.errno = failure.errno
+                error.errno, self._failed_s = failure.errno, self.clock()
             raise error from None

@@ -7,9 +7,11 @@ no rows and starts no threads. `lakeckpt.lake.formats.dispatch` opens tables.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from io import FileIO
 from typing import Any
 
 import pyarrow as pa
@@ -33,6 +35,14 @@ from lakeckpt.lake.table.listing import list_exactly
 __all__ = ["Table"]
 
 THREADS_LOCAL, THREADS_REMOTE = 16, 48
+
+
+class _LocalFile(FileIO):
+    """A local file, which closes when nothing refers to it any more. pyarrow before 25 tells no descriptor of its own
+    files."""
+
+    def __del__(self) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,15 +85,15 @@ class Table:
     def num_rows(self) -> int:
         return self.index.num_rows
 
-    def open_file(self, ordinal: int) -> pa.NativeFile:
+    def open_file(self, ordinal: int) -> FileIO:
         """Open a local file of the index. `TableVersionGone` if it is gone, `DataFileChanged` if its size changed."""
         file = self.index.file(ordinal)
         assert isinstance(self.storage, LocalStorage)
         try:
-            opened = pa.OSFile(self.storage.local_path(file.path))
+            opened = _LocalFile(self.storage.local_path(file.path))
         except (ObjectMissing, FileNotFoundError) as error:
             raise gone(self.uri, file.path) from error
-        if (size := opened.size()) != file.size_bytes:
+        if (size := os.fstat(opened.fileno()).st_size) != file.size_bytes:
             opened.close()
             raise changed(self.uri, [f"{file.path!r} has {size} bytes, not {file.size_bytes}"])
         return opened

@@ -7,7 +7,7 @@ int8 … int64, uint8 … uint64, float16 … float64        array of the same d
 bool                                                   bool (unpacked)
 timestamp (any zone: UTC), duration, time64, date64    int64, in the unit of the type (date64: milliseconds since 1970)
 date32, time32                                         int32, in the unit of the type (date32: days since 1970)
-decimal                                                float64: the nearest (beyond 15 digits or scale 22: to 2 ulps)
+decimal                                                float64: the nearest
 fixed_size_binary(k)                                   uint8, shape (rows, k)
 string, binary (large, view)                           `Ragged` of uint8, kind "str" or "bytes"
 list (large, view)                                     `Ragged` of the elements' column
@@ -39,6 +39,7 @@ import pyarrow.compute as pc
 
 from lakeckpt.errors import NullValueError, SchemaError
 from lakeckpt.lake.parquet.types import DECIMALS, canonical, plain
+from lakeckpt.reading.columns.decimals import nearest
 from lakeckpt.reading.columns.forms import bits, join, view
 from lakeckpt.reading.columns.ragged import MASK, Column, Namespace, Ragged
 
@@ -184,29 +185,8 @@ def _fixed_width(array: pa.Array, dtype: np.dtype[Any]) -> Array:
         width = array.type.byte_width
         return view(values, dtype, start * width, stop * width).reshape(len(array), width)
     if dtype == np.float64 and pa.types.is_decimal(array.type):
-        return _decimal(array)
+        return nearest(array)
     return view(values, dtype, start, stop)
-
-
-def _decimal(array: pa.Array) -> Array:
-    kind = array.type
-    if not 0 <= kind.scale <= 22:
-        return _rounded(array)
-    word = np.int32 if kind.byte_width == 4 else np.int64
-    words = kind.byte_width // np.dtype(word).itemsize
-    raw = view(array.buffers()[1], word, array.offset * words, (array.offset + len(array)) * words).reshape(-1, words)
-    # The power of ten is exact in float64, and so are 15 digits: one division rounds once, to the nearest.
-    nearest: Array = raw[:, 0] / float(10**kind.scale)
-    long = np.zeros(len(raw), bool)
-    for more in raw.T[1:]:
-        long |= more != raw[:, 0] >> 63
-    if long.any():
-        nearest[long] = _rounded(array)[long]
-    return nearest
-
-
-def _rounded(array: pa.Array) -> Array:
-    return _fixed_width(pc.cast(array, pa.float64()), np.dtype(np.float64))
 
 
 def _zeroed(values: Array, null: Array | None) -> Array:

@@ -44,6 +44,8 @@ class Part:
     """The row of each document in the row group."""
     follows: Int64Array
     """The label of the last token of each document within the fragment."""
+    goes_on: bool
+    """True if the fragment cuts its last document, which goes on in the next window."""
 
 
 def part_of(whole: Documents, fragment: Fragment, *, masks_ends: bool) -> Part:
@@ -55,8 +57,9 @@ def part_of(whole: Documents, fragment: Fragment, *, masks_ends: bool) -> Part:
     follows = np.full(len(bounds) - 1, NO_LABEL, np.int64)
     known = bounds[1:] < len(tokens)
     follows[known] = tokens[bounds[1:][known]]
+    is_end = bounds[1:] == ends[first + 1 : last + 1]
     if masks_ends:
-        follows[bounds[1:] == ends[first + 1 : last + 1]] = NO_LABEL
+        follows[is_end] = NO_LABEL
     return Part(
         group=fragment.group,
         tokens=tokens[fragment.start : fragment.stop],
@@ -64,6 +67,7 @@ def part_of(whole: Documents, fragment: Fragment, *, masks_ends: bool) -> Part:
         origins=ends[first:last] - fragment.start,
         rows=whole.rows[first:last],
         follows=follows,
+        goes_on=not is_end.all(),
     )
 
 

@@ -125,7 +125,8 @@ class SequenceDecoder:
 
     def _nothing(self) -> Part:
         none = documents_of(self.rows.schema.empty_table(), self._packing, ("", 0))
-        return Part(group=0, tokens=none.tokens, bounds=none.ends, origins=none.rows, rows=none.rows, follows=none.rows)
+        rows = none.rows
+        return Part(group=0, tokens=none.tokens, bounds=none.ends, origins=rows, rows=rows, follows=rows, goes_on=False)
 
     def _sequences(self, parts: list[Part], runs: Runs, count: int) -> Sequences:
         """Return the ``count`` sequences that ``runs`` make up."""
@@ -152,8 +153,11 @@ class SequenceDecoder:
             follows[mine] = part.tokens[runs.starts[mine] + runs.lengths[mine]]
         if not self._packing.masks_ends:
             after = runs.begins + runs.lengths
-            goes_on = after % self._packing.length > 0
+            is_inside = after % self._packing.length > 0
             if runs.padding >= 0:
-                goes_on[runs.padding - 1] = False  # the run before padding ends its sequence's tokens
-            follows[goes_on] = tokens[after[goes_on]]
+                is_inside[runs.padding - 1] = False  # the run before padding ends its sequence's tokens
+            last = np.cumsum([len(part.rows) for part in parts]) - 1
+            cut = last[[part.goes_on for part in parts]]  # a window or a lane cuts these documents
+            is_inside &= ~(runs.ends & np.isin(runs.documents, cut))
+            follows[is_inside] = tokens[after[is_inside]]
         return follows
