@@ -145,7 +145,10 @@ class FlowProgress(Progress):
             )
         differences = differing(self.identity, state.identity, kept=self._kept)
         same_rows = (self.identity.table, self.identity.selection) == (state.identity.table, state.identity.selection)
-        self.check_accepted([*self.maker.differences(state.maker, same_rows=same_rows), *differences])
+        made = self.maker.differences(state.maker, same_rows=same_rows)
+        if made and not self.maker.name:  # the packing of whole documents is a part of their selection
+            differences = [line for line in differences if not line.startswith("selection:")]
+        self.check_accepted([*made, *differences])
         self.last_receipt = None
         self._iteration += 1
         self._set(replace(state, identity=self.identity, maker=self.maker))
