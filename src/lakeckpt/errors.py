@@ -93,6 +93,7 @@ __all__ = [
     "WorkerTimeout",
     "error_of",
     "one_line",
+    "shown",
 ]
 
 
@@ -294,6 +295,13 @@ def error_of(kind: str, text: str, *, otherwise: type[LakeckptError]) -> Lakeckp
     """Return the error that another process raised, by its ``kind`` and text; ``otherwise`` for other kinds."""
     every = [one for one in globals().values() if isinstance(one, type) and issubclass(one, LakeckptError)]
     return next((one for one in every if one.kind == kind), otherwise)(text)
+
+
+def shown(value: object, most: int = 80) -> str:
+    """Return the repr of what a user gave, on one line of at most ``most`` characters: a tokenizer's holds its whole
+    vocabulary. Where that is too long, its class leads."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= most else f"{type(value).__name__}: {text}"[: most - 1] + "…"
 
 
 def one_line(error: object, most: int = 300) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lakeckpt.core.flows.batches import LaneBatches, PositionItems
 from lakeckpt.core.flows.plan import FlowPlan, flow_start, frontiers_of, moved, part_of, replan_flow
-from lakeckpt.core.flows.state import FlowState
+from lakeckpt.core.flows.state import FlowState, Maker
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import fit_lanes
 from lakeckpt.core.receipts import Receipt
@@ -17,7 +17,7 @@ from lakeckpt.lake.table.table import Table
 
 Item = tuple[int, int, int]
 """(epoch, position, number of the item)."""
-MAKER = "items of tests"
+MAKER = Maker(name="items of tests")
 
 
 def items_of(epoch: int, position: int) -> list[Item]:

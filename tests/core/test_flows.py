@@ -25,7 +25,7 @@ from lakeckpt.core.flows.plan import (
     replan_flow,
     rest_of,
 )
-from lakeckpt.core.flows.state import Begun, FlowState
+from lakeckpt.core.flows.state import Begun, FlowState, Maker
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import start
 from lakeckpt.errors import StateError, StateMismatch
@@ -42,7 +42,9 @@ counts_of = st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 17]), min_size=1, max_si
 
 def begin(rows: int, *, endless: bool = False, lanes: int = 1, batch_size: int = 1, world_size: int = 1) -> FlowState:
     identity = identity_of(rows, endless=endless)
-    return flow_start(identity, "cut", epoch=0, num_lanes=lanes, batch_size=batch_size, world_size=world_size)
+    return flow_start(
+        identity, Maker(name="cut"), epoch=0, num_lanes=lanes, batch_size=batch_size, world_size=world_size
+    )
 
 
 def planned(state: FlowState, topology: tuple[int, int, int]) -> FlowState:
@@ -191,7 +193,7 @@ def test_parts_that_do_not_join_are_refused_by_name() -> None:
         merge([])
     for other, named in [
         (replace(part_of(whole, 1), step=3), "step: 0 and 3"),
-        (replace(part_of(whole, 1), maker="other"), "maker: 'cut' and 'other'"),
+        (replace(part_of(whole, 1), maker=Maker(name="other")), "maker: .*cut.* and .*other"),
         (part_of(begin(41, lanes=4, batch_size=2, world_size=4), 1), "rows: 40 and 41"),
         (part_of(begin(40, lanes=4, batch_size=3, world_size=4), 1), "segment: .*batch_size=2.*batch_size=3"),
     ]:
@@ -222,7 +224,7 @@ def test_equal_states_of_ranks_in_lockstep_are_one() -> None:
         ("ranks", [0, 5], "of 4 ranks"),
         ("step", -1, "at least 0"),
         ("begun", [[0, 3, 1]], "has no position that has begun"),
-        ("maker", 3, "of type str"),
+        ("maker", 3, "of type list"),
     ],
 )
 def test_malformed_states_are_refused_by_name(field: str, value: Any, named: str) -> None:

@@ -289,5 +289,5 @@ def test_a_state_of_another_length_is_refused_by_name(folder: Path) -> None:
     loader = loader_of(folder)
     next(iter(loader))
     other = LakeLoader(pack(LakeDataset(open_table(folder), batch_size=2, shuffle=True, seed=4), length=LENGTH + 1))
-    with pytest.raises(errors.StateMismatch, match="unit: 9 in this dataset, 8 in the state"):
+    with pytest.raises(errors.StateMismatch, match="differ in length: 9 in this dataset, 8 in the state; window: "):
         other.load_state_dict(loader.state_dict())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from lakeckpt import LakeDataset, LakeLoader, ReadOptions, pack
 from lakeckpt.demo.lake import prose
+from lakeckpt.errors import ConfigError, SchemaError, StateMismatch
 from tests.data.flow_jobs import job_store, run_loaders
 
 __all__ = ["job_store"]
@@ -78,3 +81,100 @@ def test_each_token_counts_once_over_restarts_on_other_ranks_and_workers(texts: 
         found += counted(batch for batches in ran.batches for batch in batches)
         state = ran.state
     assert found == every_token()
+
+
+class Fast:
+    """As Hugging Face's fast tokenizers are: called, it returns a mapping; ``encode`` sets truncation and padding anew
+    and returns the tokens. (tests/frameworks has the real ones.)"""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.backend_tokenizer = tokenizer
+
+    def __call__(self, text: str) -> Any:
+        raise AssertionError(f"{text:.20} is given to encode")
+
+    def encode(self, text: str) -> list[int]:
+        self.backend_tokenizer.no_truncation()
+        return self.backend_tokenizer.encode(text).ids
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [self.backend_tokenizer.id_to_token(one) for one in ids]
+
+
+class Slow:
+    """As Hugging Face's slow tokenizers are: without a serialised form."""
+
+    def __init__(self, added: int) -> None:
+        self.added = added
+
+    def __call__(self, text: str) -> Any:
+        raise AssertionError(f"{text:.20} is given to encode")
+
+    def encode(self, text: str) -> list[int]:
+        return [self.added + ord(one) for one in text]
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [chr(one - self.added) for one in ids]
+
+
+@functools.cache
+def trained(size: int) -> Tokenizer:
+    """A tokenizer of so many tokens, at most."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=["<end>"], show_progress=False)
+    tokenizer.train_from_iterator(TEXTS[:100], trainer)
+    return tokenizer
+
+
+def of(texts: Path, tokenizer: Any, **given: Any) -> LakeLoader:
+    dataset = LakeDataset(texts, batch_size=2, options=ReadOptions(num_lanes=2, **given.pop("read", {})))
+    return LakeLoader(pack(dataset, length=64, column="text", tokenizer=tokenizer), **given)
+
+
+@pytest.mark.parametrize("kind", [lambda one: one, Fast, lambda one: one.encode, lambda one: Fast(one).encode])
+def test_tokenizers_are_taken_as_they_are_and_another_vocabulary_is_refused(texts: Path, kind: Any) -> None:
+    first, other = trained(400), trained(401)
+    loader = of(texts, kind(first))
+    assert counted(loader) == Counter(token for text in TEXTS for token in first.encode(text).ids)
+    state = loader.state_dict()
+    again = Tokenizer.from_str(first.to_str())
+    of(texts, kind(again)).load_state_dict(state)
+    with pytest.raises(StateMismatch, match=r"differ in tokenizer: .* has the fingerprint 'form:") as caught:
+        of(texts, kind(other)).load_state_dict(state)
+    assert len(str(caught.value)) < 600
+    of(texts, kind(other), read={"accept_changes": ["tokenizer"]}).load_state_dict(state)
+
+
+def test_what_hugging_face_sets_at_each_call_is_no_part_of_the_fingerprint(texts: Path) -> None:
+    tokenizer = Tokenizer.from_str(trained(400).to_str())
+    state = of(texts, Fast(tokenizer)).state_dict()
+    tokenizer.enable_truncation(5)
+    of(texts, Fast(tokenizer)).load_state_dict(state)
+    plain = of(texts, tokenizer).state_dict()
+    tokenizer.no_truncation()
+    with pytest.raises(StateMismatch, match="tokenizer: "):  # it would give other tokens
+        of(texts, tokenizer).load_state_dict(plain)
+
+
+def test_a_tokenizer_without_a_serialised_form_is_known_by_what_it_gives(texts: Path) -> None:
+    state = of(texts, Slow(0)).state_dict()
+    of(texts, Slow(0)).load_state_dict(state)
+    with pytest.raises(StateMismatch, match=r"Slow' has the fingerprint 'rows:"):
+        of(texts, Slow(1)).load_state_dict(state)
+
+
+def test_tokenizers_go_to_workers_that_are_not_forked(texts: Path) -> None:
+    loader = of(texts, trained(400), num_workers=1, multiprocessing_context="forkserver")
+    assert counted(loader) == Counter(token for text in TEXTS for token in trained(400).encode(text).ids)
+    copied = pickle.loads(pickle.dumps(of(texts, Fast(trained(400))).dataset))
+    LakeLoader(copied).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("argument", ["tokenizer", "length", "column", "after", "padding", "labels", "documents"])
+def test_no_error_holds_a_vocabulary(texts: Path, argument: str) -> None:
+    wrong = trained(400) if argument != "tokenizer" else {str(one): one for one in range(10_000)}
+    options = {"length": 8, "column": "text", "tokenizer": encode, argument: wrong}
+    with pytest.raises((ConfigError, SchemaError)) as caught:
+        pack(LakeDataset(texts, batch_size=2), **options)
+    assert len(str(caught.value)) < 600

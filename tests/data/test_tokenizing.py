@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lakeckpt import LakeDataset, LakeLoader, ReadOptions, cumulative_lengths, merge_states, mix, pack
+from lakeckpt.data.flows.fingerprints import rows_digest
 from lakeckpt.errors import ConfigError, NullValueError, SchemaError, StateMismatch
 from tests.data.flow_jobs import job_store, run_loaders
 from tests.data.reading import as_json, same, some
@@ -55,7 +56,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def packed(folder: Path, *, batch_size: int = 2, length: int = 8, **options: Any) -> LakeDataset:
     names = {"rank", "world_size", "endless", "output", "filters"} & options.keys()
-    read = ReadOptions(num_lanes=options.pop("num_lanes", None))
+    kept = {one: options.pop(one) for one in {"num_lanes", "accept_changes"} & options.keys()}
+    read = ReadOptions(**kept)
     dataset = LakeDataset(
         folder, batch_size=batch_size, shuffle=True, options=read, **{one: options.pop(one) for one in names}
     )
@@ -161,16 +163,90 @@ def test_endless_streams_of_tokens_have_full_batches(texts: Path) -> None:
 def test_another_tokenizer_or_length_is_refused_by_name(texts: Path) -> None:
     loader = LakeLoader(packed(texts))
     some(loader, 2)
-    with pytest.raises(StateMismatch, match=r"transform: .*encode, sequences of 8 .*test_tokenizing\.tokenize"):
+    with pytest.raises(StateMismatch, match=r"tokenizer: '.*encode' in this dataset, '.*test_tokenizing\.tokenize' in"):
         LakeLoader(packed(texts, tokenizer=encode)).load_state_dict(loader.state_dict())
-    with pytest.raises(StateMismatch, match="sequences of 9 tokens"):
+    with pytest.raises(StateMismatch, match=r"differ in length: 9 in this dataset, 8 in the state\. Open"):
         LakeLoader(packed(texts, length=9)).load_state_dict(loader.state_dict())
+    with pytest.raises(
+        StateMismatch, match=r"differ in packing: [^;]* between \(7,\) and \(\)\" in [^;]* state\. Open"
+    ):
+        LakeLoader(packed(texts, before=7)).load_state_dict(loader.state_dict())
+
+
+class Added:
+    """A tokenizer with a vocabulary that changes while its name stays: it adds a number to each token."""
+
+    def __init__(self, number: int, *, draws: bool = False) -> None:
+        self.number, self.draws = number, draws
+
+    def __call__(self, text: str) -> list[int]:
+        added = int(np.random.default_rng().integers(1 << 20)) if self.draws else self.number
+        return [token + added for token in tokenize(text)]
+
+
+@pytest.mark.parametrize("filters", [None, [("id", ">", 3)]])
+def test_another_tokenizer_of_the_same_name_is_refused(texts: Path, filters: Any) -> None:
+    def loader_of(number: int, **options: Any) -> LakeLoader:
+        return LakeLoader(packed(texts, tokenizer=Added(number), filters=filters, **options))
+
+    state = loader_of(0).state_dict()
+    some(begun := loader_of(0), 3)
+    for saved in (state, as_json(begun.state_dict())):
+        loader_of(0).load_state_dict(saved)
+        with pytest.raises(StateMismatch, match=r"differ in tokenizer: .*Added' has the fingerprint 'rows:\w{16}'"):
+            loader_of(1).load_state_dict(saved)
+        accepting = loader_of(1, accept_changes=["tokenizer"])
+        accepting.load_state_dict(saved)
+        assert {token % 1000 for token in tokens_of(accepting)} >= {2, 3}
+        assert accepting.state_dict()["maker"] == loader_of(1).state_dict()["maker"] != saved["maker"]
+
+
+def test_a_tokenizer_that_draws_has_no_fingerprint(texts: Path) -> None:
+    def loader_of() -> LakeLoader:
+        return LakeLoader(packed(texts, tokenizer=Added(0, draws=True)))
+
+    state = loader_of().state_dict()
+    loader_of().load_state_dict(state)
+    assert state["maker"][-1] == ""
+
+
+def test_a_tokenizer_that_fails_fails_where_its_row_is_read(texts: Path) -> None:
+    loader = LakeLoader(packed(texts, tokenizer=text_again))
+    assert loader.state_dict()["maker"][-1] == ""
+    with pytest.raises(ConfigError, match="it returns a list or an array of tokens"):
+        next(iter(loader))
+
+
+def test_the_digest_of_rows_is_that_of_what_processors_agree_on() -> None:
+    def digest(value: Any) -> str:
+        return rows_digest([[value]])
+
+    alike = [
+        ({"a": np.float32([1, 2])}, {"a": np.float32([1, 3])}),
+        ({"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([1.0, 2.5])}),
+        (1.0, 2.0),
+    ]
+    others = [
+        ({"a": np.float32([1, 2])}, {"a": np.float32([1, 2, 3])}),
+        ({"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([[1.0, 2.0]])}),
+        ({"a": torch.tensor([1, 2])}, {"a": torch.tensor([1, 3])}),
+        ({"a": 1}, {"b": 1}),
+        ([1, 2], [1, 3]),
+        ("a", "b"),
+        (np.int32(1), np.int64(1)),
+        (True, 1),
+    ]
+    assert all(digest(one) == digest(other) for one, other in alike)
+    assert all(digest(one) != digest(other) for one, other in others)
+    assert rows_digest([[1], [2]]) != rows_digest([[1, 2]]) != rows_digest([])
+    assert rows_digest([[1] * 256, [2]]) == rows_digest([[1] * 256, [3]])
 
 
 @pytest.mark.parametrize(
     ("options", "error", "named"),
     [
         ({"tokenizer": lambda text: [1]}, ConfigError, "a function with a name"),
+        ({"tokenizer": [1] * 10_000}, ConfigError, r"got list: \[1, 1, .{,80}: a function's name"),
         ({"tokenizer": 3}, ConfigError, "a function with a name"),
         ({"column": "id"}, SchemaError, "'id' is int64, and a tokenizer needs texts"),
         ({"column": "nothing"}, SchemaError, "no column 'nothing' to pack"),

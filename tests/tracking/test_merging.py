@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.core.flows.plan import flow_start, joined, merge, merge_states, part_of
-from lakeckpt.core.flows.state import FlowState, deal_of
+from lakeckpt.core.flows.state import FlowState, Maker, deal_of
 from lakeckpt.core.lanes import EpochDeal
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.state import Identity
@@ -25,7 +25,8 @@ def jobs(draw: st.DrawFn, *, least: int = 1) -> FlowState:
     """The state of a job of several ranks, in the middle of an epoch; its first micro-batch may be of any lane."""
     world_size, each = draw(st.integers(least, 6)), draw(st.integers(1, 3))
     identity = Identity(table="t", selection="", rows=draw(st.integers(0, 60)), spec=SPEC, tail="short", endless=False)
-    state = flow_start(identity, "m", epoch=1, num_lanes=world_size * each, batch_size=2, world_size=world_size)
+    topology = {"num_lanes": world_size * each, "batch_size": 2, "world_size": world_size}
+    state = flow_start(identity, Maker(name="m"), epoch=1, **topology)
     deal = deal_of(state)
     assert isinstance(deal, EpochDeal)
     sizes = deal.limits.tolist()
@@ -77,7 +78,9 @@ def test_a_part_that_is_missing_or_comes_twice_or_is_of_another_cut_is_refused_b
     with pytest.raises(StateError, match=rf"two parts hold the lanes of the ranks Intervals\({name}\)"):
         merge([merge(parts), one])
     changes = data.draw(
-        st.sampled_from([{"step": 8}, {"epoch": 2}, {"maker": "n"}, {"segment": replace(state.segment, batch_size=3)}])
+        st.sampled_from(
+            [{"step": 8}, {"epoch": 2}, {"maker": Maker(name="n")}, {"segment": replace(state.segment, batch_size=3)}]
+        )
     )
     with pytest.raises(StateMismatch, match=rf"{name}.*not of one cut|not of one cut.*{name}"):
         merge([*others, replace(one, **changes)])

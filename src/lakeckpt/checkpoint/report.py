@@ -23,6 +23,7 @@ __all__ = [
     "DamageWarning",
     "Remarks",
     "Reporter",
+    "RestartWarning",
     "RestoreReport",
     "RetentionWarning",
     "SaveHandle",
@@ -40,6 +41,10 @@ class DamageWarning(UserWarning):
     """An object of the run is not as it was written. Either the restore took an older checkpoint, or it did not need
     the object. The warning is also raised for a cut in memory that cannot be restored; its message then says
     that nothing is damaged."""
+
+
+class RestartWarning(UserWarning):
+    """Something that the script gives differs from the attempt before, and the run goes on without it."""
 
 
 class RetentionWarning(UserWarning):

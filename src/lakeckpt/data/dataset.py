@@ -26,6 +26,7 @@ from lakeckpt.data.options import Follow, ReadOptions, flag, following, one_of, 
 from lakeckpt.data.place.begun import Consumed, rest_of_first_epoch
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.versions import Versions, check_moves
+from lakeckpt.data.shown import shown_dataset
 from lakeckpt.data.source import Items, Output, gives
 from lakeckpt.data.topology import check_topology, resolve_topology
 from lakeckpt.data.transform import CarriedRows, Transform, bind_transform
@@ -178,6 +179,9 @@ class LakeDataset(IterableDataset[Any]):
     def packing(self) -> Packing | None:
         """How documents are packed into sequences (`lakeckpt.pack`); None: rows are read."""
         return self._versions.at_hand.packing
+
+    def __repr__(self) -> str:
+        return shown_dataset(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is spawned can ask neither torch.distributed nor the group: it gets the answer.

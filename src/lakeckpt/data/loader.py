@@ -39,6 +39,7 @@ from lakeckpt.data.options import check_only_reader, flag, optional, refuse, who
 from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.reader import LoaderReader, sources_of
 from lakeckpt.data.prefetch import Stage
+from lakeckpt.data.shown import shown_loader
 from lakeckpt.data.source import Items, gives
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.data.workers.pool import Workers
@@ -85,6 +86,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
     """
 
     dataset: LakeDataset
+    __repr__ = shown_loader
 
     def __init__(
         self,
@@ -105,11 +107,10 @@ class LakeLoader(Prepared, DataLoader[Any]):
         refuse(others)
         if not isinstance(dataset, LakeDataset):
             raise ConfigError(f"LakeLoader reads a lakeckpt.LakeDataset, got {type(dataset).__name__}")
-        prefetch_factor = optional("prefetch_factor", prefetch_factor)
         options: dict[str, Any] = {
             "num_workers": whole("num_workers", num_workers),
             "pin_memory": pin_memory,
-            "prefetch_factor": prefetch_factor,
+            "prefetch_factor": optional("prefetch_factor", prefetch_factor),
             "persistent_workers": persistent_workers,
             "multiprocessing_context": multiprocessing_context,
             "timeout": timeout,
@@ -134,7 +135,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._row_wise = dataset.row_wise
         self.receipt_column = checked_number_column(receipt_column, row_wise=self._row_wise)
         self._own_generator = torch.Generator() if generator is None else None
-        self._ahead = prefetch_factor
+        self._ahead = options["prefetch_factor"]
         self._workers: Workers | None = None
         self._workers_started: tuple[str, int] = "", 0
         """(digest of the table version that they read, process that started them)."""
@@ -239,8 +240,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     def _begun(self) -> tuple[Any, Iterator[tuple[Receipt, Any]]]:
         """Return the place where the next iteration begins, and what it will deliver, which is read from now on."""
-        rank = self.topology[0]
-        self._seed_workers(rank)
+        self._seed_workers(rank := self.topology[0])
         return self._place(), self._found(self._progress.assignments(rank), rank)
 
     def _place(self) -> Any:

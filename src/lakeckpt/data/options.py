@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lakeckpt.core.state import MAX_LANES
-from lakeckpt.errors import ConfigError
+from lakeckpt.errors import ConfigError, shown
 
 __all__ = [
     "OVERRIDABLE",
@@ -35,7 +35,7 @@ __all__ = [
 
 MOST = 1 << 31
 
-OVERRIDABLE = frozenset({"table", "selection", "tail", "transform"})
+OVERRIDABLE = frozenset({"table", "selection", "tail", "transform", "tokenizer"})
 """Differences between a state and a dataset that a user may accept."""
 
 
@@ -73,8 +73,8 @@ class ReadOptions:
     nullable column. A null is never a silent zero."""
     accept_changes: Collection[str] = ()
     """Differences between a loaded state and this dataset to accept: ``"table"`` (another listing of equally many
-    rows), ``"selection"``, ``"tail"`` (another ``drop_last``), ``"transform"`` (a transform or tokenizer of another
-    name; that it makes the same of a row is not checked)."""
+    rows), ``"selection"``, ``"tail"`` (another ``drop_last``), ``"transform"`` (another one, or another name, with
+    ``rows="many"``), ``"tokenizer"`` (another one: the rest of a row that has begun is cut by the new one)."""
     on_new_version: Literal["keep", "next_epoch"] = "keep"
     """``"keep"``: the version of the table that the dataset or its state names is read for ever. ``"next_epoch"``: each
     epoch is of the version that is the newest when it begins, on all ranks."""
@@ -123,7 +123,7 @@ class Follow:
         for name, value in (("poll_every_s", self.poll_every_s), ("stop_after_idle_s", self.stop_after_idle_s)):
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")
             if not is_number and (value is not None or name == "poll_every_s"):
-                raise ConfigError(f"{name} is a number of seconds of at least 0, got {value!r}")
+                raise ConfigError(f"{name} is a number of seconds of at least 0, got {shown(value)}")
         flag("ignore_deletes", self.ignore_deletes)
 
 
@@ -134,7 +134,7 @@ def whole(name: str, value: Any) -> int:
             return operator.index(value)
         except TypeError:
             pass
-    raise ConfigError(f"{name} must be an integer, got {value!r}")
+    raise ConfigError(f"{name} must be an integer, got {shown(value)}")
 
 
 def positive(name: str, value: Any, *, most: int = MOST) -> int:
@@ -144,7 +144,7 @@ def positive(name: str, value: Any, *, most: int = MOST) -> int:
     except ConfigError:
         number = 0
     if not 1 <= number <= most:
-        raise ConfigError(f"{name} must be a positive integer up to {most}, got {value!r}")
+        raise ConfigError(f"{name} must be a positive integer up to {most}, got {shown(value)}")
     return number
 
 
@@ -156,14 +156,14 @@ def optional(name: str, value: object, *, most: int = MOST) -> int | None:
 def flag(name: str, value: Any) -> bool:
     """Return ``value``, which is True or False."""
     if value is not True and value is not False:
-        raise ConfigError(f"{name} must be True or False, got {value!r}")
+        raise ConfigError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Refuse ``value`` where it is none of ``allowed``."""
     if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {shown(value)}")
 
 
 def following(follow: object, *, row_wise: bool, others: Sequence[bool]) -> Follow | None:

@@ -32,7 +32,7 @@ from lakeckpt.lake.storage.open import open_storage
 __all__ = ["add_arguments", "run", "run_demo"]
 
 _MARK = "lakeckpt-demo.json"
-_WHOLE: dict[str, Any] = {"sequences": {"prose": 3264, "code": 4032}, "steps": 480, "kills": 5, "save_every": 32}
+_WHOLE: dict[str, Any] = {"sequences": {"prose": 1664, "code": 2080}, "steps": 256, "kills": 5, "save_every": 32}
 _SHORT: dict[str, Any] = {"sequences": {"prose": 376, "code": 456}, "steps": 64, "kills": 3, "save_every": 4}
 
 

@@ -70,6 +70,7 @@ class _Launch:
         self.phase, self.launch = config.phases[launch], launch
         self.armed = armed_path(config.records, launch)
         self.log = Path(config.folder, f"launch-{launch:02d}.log")
+        self.byte_code = Path(config.folder, "byte-code")
         self.token = secrets.token_hex(16)
         self.command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -81,7 +82,11 @@ class _Launch:
     def run(self, on_start: Callable[[Phase], None]) -> Death | None:
         with self.log.open("wb") as log:
             process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=_environment(self.token)
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(self.token, self.byte_code),
             )
             try:
                 on_start(self.phase)
@@ -129,8 +134,11 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _environment(token: str) -> dict[str, str]:
-    """Return this process's environment, with one thread per library, gloo on the loopback, and this lakeckpt."""
+def _environment(token: str, byte_code: Path) -> dict[str, str]:
+    """Return this process's environment, with one thread per library, gloo on the loopback, and this lakeckpt.
+
+    A Python that is told to write no byte code may compile all of torch in each process: half of the demo's time. Then
+    the first launch of a job writes it to ``byte_code``, for the others."""
     package = str(Path(lakeckpt.__file__).parent.parent)
     ours = {
         _TOKEN: token,
@@ -140,6 +148,8 @@ def _environment(token: str) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    if sys.dont_write_bytecode:
+        ours |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(byte_code)}
     return {**os.environ, **ours}
 
 

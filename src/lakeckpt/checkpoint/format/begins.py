@@ -15,7 +15,10 @@ from datetime import UTC, datetime
 
 from lakeckpt.wire.documents import Count, Positive, as_row
 
-__all__ = ["Begin", "Captured", "Restored", "said_of"]
+__all__ = ["Begin", "Captured", "Facts", "Restored", "said_of"]
+
+Facts = Mapping[str, Mapping[str, str]]
+"""Reader → what a script gave to it → a text, for people."""
 
 
 @as_row
@@ -57,6 +60,8 @@ class Begin:
     """The machine of rank 0."""
     pid: Count = 0
     """The process of rank 0 there."""
+    facts: Facts = field(default_factory=dict)
+    """What its script gave to readers, by which the next attempt says what it has otherwise."""
 
     @property
     def attempt(self) -> int:

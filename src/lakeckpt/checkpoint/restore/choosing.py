@@ -21,7 +21,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.format.manifest import Begin, Captured, Manifest, Restored
@@ -47,6 +47,7 @@ from lakeckpt.checkpoint.persist.log import (
     slot_path,
 )
 from lakeckpt.checkpoint.report import DamageWarning
+from lakeckpt.checkpoint.restore.changes import facts_of, recorded, say_changes
 from lakeckpt.checkpoint.restore.from_memory import Offer, where_it_goes_on
 from lakeckpt.checkpoint.restore.rest_of_epoch import is_carried_over
 from lakeckpt.checkpoint.restore.rollback import before_orders, never_removed, no_such_step, restorable
@@ -139,10 +140,12 @@ class Chooser(LogReader):
         world_size: int,
         speaker: bool,
         step: int | None = None,
+        objects: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(storage, step, speaker=speaker)
         self._goes_back_to = step
+        self._objects = objects or {}
         self._world_size = world_size
         self._clock = clock
 
@@ -251,6 +254,7 @@ class Chooser(LogReader):
                 write_id=uuid.uuid4().hex,
                 host=socket.gethostname(),
                 pid=os.getpid(),
+                facts=recorded(facts_of(self._objects), before[-1] if before else None, self._objects),
             )
             if before and take_over is not None:
                 take_over(begin, before[-1])
@@ -264,6 +268,8 @@ class Chooser(LogReader):
                 if self._goes_back_to is not None:  # a commit may have been allowed to remove what is asked for
                     self._chosen()
                 continue
+            if before:
+                say_changes(begin, before[-1], self._objects)
             with contextlib.suppress(StorageError):  # what dead writers left is in nobody's way
                 clear_leftovers(self._storage)
             return {"begun": str(slot)}

@@ -18,6 +18,7 @@ newer one was committed was removed by the job that is alive: that is no damage,
 
 from __future__ import annotations
 
+import logging
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -38,7 +39,7 @@ from lakeckpt.checkpoint.presence import Presence
 from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreReport
 from lakeckpt.checkpoint.restore.choosing import Chooser
 from lakeckpt.checkpoint.restore.from_memory import Offer, Remembered
-from lakeckpt.checkpoint.restore.table_versions import Pins, opened_versions, pins_as_on, records_at
+from lakeckpt.checkpoint.restore.table_versions import opened_versions, pins_as_on, records_at
 from lakeckpt.checkpoint.restore.trial import Candidate, Trial
 from lakeckpt.checkpoint.state.random_states import derive_random, restore_random
 from lakeckpt.errors import ArenaError, CheckpointDamaged
@@ -49,6 +50,7 @@ from lakeckpt.tracking.votes import texts
 
 __all__ = ["Restorer"]
 
+_LOG = logging.getLogger("lakeckpt")
 _SKIPPED = "rest of the epoch skipped by "
 _PLACES = "places of reader "
 _MOST_LOOKS = 10
@@ -84,7 +86,12 @@ class Restorer:
         self._exchange = exchange
         self._objects = objects
         self._chooser = Chooser(
-            storage, world_size=exchange.world_size, speaker=exchange.rank == 0, step=step, clock=clock
+            storage,
+            world_size=exchange.world_size,
+            speaker=exchange.rank == 0,
+            step=step,
+            objects=objects,
+            clock=clock,
         )
         self._memory = (
             None if arenas is None else Remembered(arenas, storage, rank=exchange.rank, world_size=exchange.world_size)
@@ -206,7 +213,8 @@ class Restorer:
         indexes = {name: index for name, index in chosen.pins.indexes.items() if name not in skipped}
         states = {name: state for name, state in chosen.pins.states.items() if name not in skipped}
         readers = chosen.readers if which[1] is None else self._merged(chosen.step, chosen.readers)
-        return replace(chosen, readers=readers, pins=Pins(indexes=indexes, states=states, skipped=skipped))
+        pins = replace(chosen.pins, indexes=indexes, states=states, skipped=skipped)
+        return replace(chosen, readers=readers, pins=pins)
 
     def _merged(self, step: int, readers: Mapping[str, ReaderRecord]) -> dict[str, ReaderRecord]:
         """Return the records of ``readers`` in the memory of this node, with the states of the whole job: each rank has
@@ -339,6 +347,8 @@ class Restorer:
                 restore_random(chosen.loaded.random)
             if self._exchange.rank == 0:
                 self._warn_of(chosen.pins.skipped)
+                for name, grown in chosen.pins.grown.items():
+                    _LOG.info("%r: %s", name, grown)
         report = RestoreReport(
             restored=restored,
             captured=None if chosen is None or chosen.captured is None else chosen.step,

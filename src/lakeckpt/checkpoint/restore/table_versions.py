@@ -40,6 +40,8 @@ class Pins:
     """The state to load in place of the one that was saved, where other row groups are excluded than then."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Why the rest of the state's epoch is skipped; found on rank 0 alone."""
+    grown: Mapping[str, str] = field(default_factory=dict)
+    """How the table that was opened differs from the version that is read."""
 
 
 def fit_readers(
@@ -52,6 +54,7 @@ def fit_readers(
     indexes: dict[str, TableIndex] = {}
     states: dict[str, ReaderState] = {}
     skipped: dict[str, str] = {}
+    grown: dict[str, str] = {}
     for name, record in records.items():
         reader = objects[name]
         if record.index is None or not isinstance(reader, VersionedReader):
@@ -66,9 +69,11 @@ def fit_readers(
             indexes[name] = fit.index
         if fit.begins is not None:
             states[name] = fit.begins
+        if fit.grown:
+            grown[name] = fit.grown
         if fit.skipped:
             skipped[name] = fit.skipped
-    return Pins(indexes=indexes, states=states, skipped=skipped)
+    return Pins(indexes=indexes, states=states, skipped=skipped, grown=grown)
 
 
 def _saved(storage: Storage, live: str, digest: str) -> TableIndex | None:

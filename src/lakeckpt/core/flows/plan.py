@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lakeckpt.core.flows.receipts import FlowReceipt, LaneMove, LaneRead
-from lakeckpt.core.flows.state import FLOW_FORMAT, Begun, FlowState, deal_of, inside, lanes_of
+from lakeckpt.core.flows.state import FLOW_FORMAT, Begun, FlowState, Maker, deal_of, inside, lanes_of
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import EpochDeal, Rest
 from lakeckpt.core.plan import LayoutKey
@@ -61,7 +61,7 @@ class Consumption:
 
 
 def flow_start(
-    identity: Identity, maker: str, *, epoch: int, num_lanes: int, batch_size: int, world_size: int
+    identity: Identity, maker: Maker, *, epoch: int, num_lanes: int, batch_size: int, world_size: int
 ) -> FlowState:
     """Return the state of the whole job before the first step of ``epoch``."""
     segment = Segment(micro_batch=0, step=0, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
@@ -70,7 +70,7 @@ def flow_start(
 
 def _whole(
     identity: Identity,
-    maker: str,
+    maker: Maker,
     epoch: int,
     segment: Segment,
     *,

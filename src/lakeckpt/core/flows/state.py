@@ -13,7 +13,7 @@ States are values: every change makes a new state. A state never holds an item.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from lakeckpt.core.stream import StreamDeal
 from lakeckpt.errors import StateError
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
 
-__all__ = ["FLOW_FORMAT", "Begun", "FlowState", "deal_of", "inside", "lanes_of"]
+__all__ = ["FLOW_FORMAT", "Begun", "FlowState", "Maker", "deal_of", "inside", "lanes_of"]
 
 FLOW_FORMAT = "lakeckpt.flow/1"
 """The name and major version of the plain state of a flow."""
@@ -43,13 +43,50 @@ class Begun:
     offset: Positive
 
 
+@as_row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Maker:
+    """What makes items of a position."""
+
+    name: str
+    """The name of a transform, or of a tokenizer; empty for whole documents."""
+    how: str = ""
+    """How sequences are made of tokens; empty for a transform."""
+    length: Count = 0
+    """Tokens of a sequence; 0 for a transform."""
+    fingerprint: str = field(default="", compare=False)
+    """``form:`` and the digest of a tokenizer's serialised form, or ``rows:`` and the digest of what some rows of the
+    table give; empty where there is none. Ranks need not agree on it: the states of a job keep that of its first rank.
+    """
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, [self.name, self.how]))
+
+    def differences(self, its: Maker, *, same_rows: bool) -> list[str]:
+        """Return one line for each thing in which ``its`` differs, led by its name. ``same_rows``: whether both
+        fingerprints are of the same rows, where they are of rows."""
+        lines, words = [], "{!r} in this dataset, {!r} in the state"
+        if self.length != its.length:
+            lines.append(f"length: {words.format(self.length, its.length)}")
+        elif self.how != its.how:
+            lines.append(f"packing: {words.format(self.how, its.how)}")
+        what, (mine, other) = "tokenizer" if self.length else "transform", (self.fingerprint, its.fingerprint)
+        is_form = mine.startswith("form:") and other.startswith("form:")
+        if is_form and mine == other:
+            return lines  # whatever it is called
+        if self.name != its.name:
+            lines.append(f"{what}: {words.format(self.name, its.name)}")
+        elif mine and other and mine != other and ((same_rows and not lines) or is_form):
+            lines.append(f"{what}: {self.name!r} has the fingerprint {words.format(mine, other)}, so it is another one")
+        return lines
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowState:
     """The state of a flow, or the part of some ranks."""
 
     identity: Identity
-    maker: str
-    """The name of what makes items of a position."""
+    maker: Maker
     epoch: Count
     """The epoch at hand; 0 where the stream is endless (it counts its epochs itself)."""
     segment: Segment

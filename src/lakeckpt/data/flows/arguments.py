@@ -84,7 +84,7 @@ def _flow_parts(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[B
     source = kind(pinned, output=dataset.output, options=options, transform=transform, row_wise=False)
     progress = FlowProgress(
         pinned,
-        source.maker,
+        source,
         batch_size=size * transform.length if isinstance(transform, Tokenizing) else size,
         num_lanes=options.num_lanes,
         accept_changes=options.accept_changes,

@@ -14,8 +14,9 @@ from typing import Any
 
 from lakeckpt.core.flows.plan import FlowPlan, Frontier, flow_start, frontiers_of, moved, part_of, replan_flow
 from lakeckpt.core.flows.receipts import FlowReceipt
-from lakeckpt.core.flows.state import FlowState
+from lakeckpt.core.flows.state import FlowState, Maker
 from lakeckpt.core.receipts import Receipt
+from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.place.identity import Pinned, differing
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.runs import Run, Runs
@@ -62,14 +63,14 @@ class FlowRun(Run):
 
 
 class FlowProgress(Progress):
-    """The place of one rank in a flow. ``maker`` is the name of the transform."""
+    """The place of one rank in a flow, which ``source`` reads."""
 
     _state: Any
 
     def __init__(
         self,
         identity: Pinned,
-        maker: str,
+        source: FlowSource,
         *,
         batch_size: int,
         num_lanes: int | None,
@@ -78,7 +79,9 @@ class FlowProgress(Progress):
         super().__init__(
             identity, batch_size=batch_size, num_lanes=num_lanes, row_wise=False, accept_changes=accept_changes
         )
-        self.maker = maker
+        self._source = source
+        self._made: tuple[str, Maker] | None = None
+        """The table version and the row selection of which the fingerprint is, and what makes items there."""
         self._begun = Runs(FlowRun)
         self._origin: FlowState | None = None
         """The state of the whole job that this segment began with, or that was loaded."""
@@ -87,6 +90,17 @@ class FlowProgress(Progress):
         self._steps: int | None = None
 
     # --- what is asked
+
+    @property
+    def maker(self) -> Maker:
+        """What makes items. A few rows are read for the fingerprint of what has no serialised form, once."""
+        identity = self.identity
+        rows = f"{identity.table} {identity.selection}"
+        if self._made is None or self._made[0] != rows:
+            maker = self._source.maker
+            found = maker.fingerprint or self._source.fingerprint(identity)
+            self._made = rows, replace(maker, fingerprint=found)
+        return self._made[1]
 
     @property
     def steps(self) -> int | None:
@@ -130,9 +144,11 @@ class FlowProgress(Progress):
                 "joins the states of all ranks, and every rank loads the result"
             )
         differences = differing(self.identity, state.identity, kept=self._kept)
-        if state.maker != self.maker:
-            differences.append(f"transform: {self.maker!r} in this dataset, {state.maker!r} in the state")
-        self.check_accepted(differences)
+        same_rows = (self.identity.table, self.identity.selection) == (state.identity.table, state.identity.selection)
+        made = self.maker.differences(state.maker, same_rows=same_rows)
+        if made and not self.maker.name:  # the packing of whole documents is a part of their selection
+            differences = [line for line in differences if not line.startswith("selection:")]
+        self.check_accepted([*made, *differences])
         self.last_receipt = None
         self._iteration += 1
         self._set(replace(state, identity=self.identity, maker=self.maker))

@@ -7,17 +7,23 @@ transform works. The threads are those of the reader; `LaneRows.close` ends them
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from lakeckpt.core.flows.batches import LaneBatch, PositionItems
 from lakeckpt.core.flows.plan import FlowPlan, flow_start
-from lakeckpt.core.flows.state import FlowState
+from lakeckpt.core.flows.state import FlowState, Maker
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt, Span
+from lakeckpt.core.state import Identity
 from lakeckpt.data.flows.calls import collate, empty_of, maker_of, rows_of_row
+from lakeckpt.data.flows.fingerprints import rows_digest
 from lakeckpt.data.source import BatchSource, row_of
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.windows.positions import Announced, PositionReader
@@ -26,6 +32,8 @@ __all__ = ["FlowSource", "LaneRows"]
 
 _AHEAD = 8
 """Blocks of a lane that are announced ahead, as far as there is memory."""
+_SAMPLED = 16
+"""Rows of which a fingerprint is made."""
 _TRIED = 4096
 """Rows that are looked at for the columns of a batch without rows."""
 
@@ -37,10 +45,40 @@ class FlowSource(BatchSource):
     """Rows that are taken from a window at a time."""
 
     @property
-    def maker(self) -> str:
-        """The name of the transform."""
+    def maker(self) -> Maker:
+        """The transform, without the fingerprint that rows give it."""
         assert self._transform is not None
-        return maker_of(getattr(self._transform, "transform", self._transform))
+        return Maker(name=maker_of(getattr(self._transform, "transform", self._transform)))
+
+    def fingerprint(self, identity: Identity) -> str:
+        """Return the digest of what up to 16 rows of the table give: those that stand first in its smallest row group
+        of as many, which is read for it. Empty where they give something else when called again, or raise: that is
+        raised where the rows are read.
+        """
+        smallest, source = self._smallest_group(), copy.copy(self)
+        if smallest is None:
+            return ""
+        source._spec, source._endless = replace(self._spec, shuffle=False, window=1), False
+        plain = replace(identity, spec=source._spec, endless=False, tail="short")
+        rows = LaneRows(source, FlowPlan(_start(plain, self.maker)), 1)
+        try:
+            found, again = (rows_digest(one.items for one in rows.some(*smallest)) for _ in range(2))
+        except Exception:
+            return ""
+        finally:
+            rows.close()
+        return found if found == again else ""
+
+    def _smallest_group(self) -> tuple[int, int] | None:
+        """Return [start, stop) of the rows of the table, in its order, of which a fingerprint is; None: it has none."""
+        kept = None if self._selecting is None else self._selecting.get()
+        sizes = (self._table.index if kept is None else kept).group_rows
+        if not sizes.any():
+            return None
+        enough = min(_SAMPLED, int(sizes.max()))
+        group = int(np.where(sizes >= enough, sizes, sizes.max()).argmin())
+        start = int(sizes[:group].sum())
+        return start, start + enough
 
     def _finished(self, batch: Any, receipt: Receipt) -> Any:
         return batch  # rows, for each of which the transform is called
@@ -59,11 +97,14 @@ class FlowSource(BatchSource):
 
         Columns are unknown, and there are none, where it yields nothing of the first 4096 rows.
         """
-        first = flow_start(state.identity, state.maker, epoch=state.epoch, num_lanes=1, batch_size=1, world_size=1)
-        rows = LaneRows(self, FlowPlan(first), 1)
+        rows = LaneRows(self, FlowPlan(_start(state.identity, state.maker, state.epoch)), 1)
         found = next((one.items for one in itertools.islice(rows.positions(0, 0), _TRIED) if len(one.items)), None)
         rows.close()
         return {} if found is None else empty_of(collate(found[:1], output=self.output))
+
+
+def _start(identity: Identity, maker: Maker, epoch: int = 0) -> FlowState:
+    return flow_start(identity, maker, epoch=epoch, num_lanes=1, batch_size=1, world_size=1)
 
 
 class LaneRows:
@@ -105,6 +146,14 @@ class LaneRows:
                 idle = 0 if len(one.items) else idle + 1
                 self._check_idle(lane, idle)
                 yield one
+
+    def some(self, start: int, stop: int) -> Iterator[PositionItems]:
+        """Yield what positions [start, stop) of the only lane yield."""
+        assert self._reader is not None
+        spans = self._plan.spans(0, start, stop)
+        dealt = self._assignment(spans)
+        found = self._source.take(self._reader, self._source.announce(self._reader, dealt), dealt.receipt)
+        return self._called(found, spans)
 
     def _called(self, columns: Any, spans: list[Span]) -> Iterator[PositionItems]:
         skips, row = self._plan.skips(spans), 0

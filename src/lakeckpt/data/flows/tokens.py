@@ -8,7 +8,7 @@ function of the text. The module starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,12 @@ import pyarrow as pa
 import torch
 
 from lakeckpt.core.flows.batches import LaneBatch
-from lakeckpt.core.flows.state import FlowState
+from lakeckpt.core.flows.state import FlowState, Maker
 from lakeckpt.core.receipts import Span
 from lakeckpt.data.flows.calls import maker_of
+from lakeckpt.data.flows.fingerprints import encoder_of, form_of
 from lakeckpt.data.flows.source import FlowSource
-from lakeckpt.errors import ConfigError, SchemaError
+from lakeckpt.errors import ConfigError, SchemaError, shown
 
 __all__ = ["TokenSource", "Tokenizing", "check_text", "given", "no_sequences"]
 
@@ -36,7 +37,7 @@ Int32Array = npt.NDArray[np.int32]
 class Tokenizing:
     """How texts become tokens, and tokens sequences; picklable where the tokenizer is."""
 
-    tokenizer: Callable[[str], Any]
+    tokenizer: Any
     column: str
     length: int
     before: tuple[int, ...] = ()
@@ -45,15 +46,19 @@ class Tokenizing:
     padding: int = 0
 
     def __post_init__(self) -> None:
-        if not callable(self.tokenizer) or "<" in maker_of(self.tokenizer):
+        if encoder_of(self.tokenizer) is None or "<" in maker_of(self.tokenizer):
             raise ConfigError(
-                f"tokenizer= takes a function with a name, from a text to its tokens, got {self.tokenizer!r}: its name "
-                "is part of the state, so define it by def at the top of a module"
+                "tokenizer= takes a tokenizer of the tokenizers library or of Hugging Face, or a function with a name, "
+                f"from a text to its tokens, got {shown(self.tokenizer)}: a function's name is part of the state, so "
+                "define it by def at the top of a module"
             )
 
-    def __str__(self) -> str:
+    @property
+    def maker(self) -> Maker:
+        """The name of the tokenizer, how sequences are made of its tokens, and the digest of its serialised form."""
         added = f" between {self.before} and {self.after}" if self.before or self.after else ""
-        return f"{maker_of(self.tokenizer)}, sequences of {self.length} tokens of {self.column!r}{added}"
+        how, form = f"tokens of {self.column!r}{added}", form_of(self.tokenizer)
+        return Maker(name=maker_of(self.tokenizer), how=how, length=self.length, fingerprint=form)
 
     def tokens(self, text: str, where: str) -> Int32Array:
         """Return the tokens of a document: int32, shape (n,); none, and none added, for a text that yields none.
@@ -61,7 +66,7 @@ class Tokenizing:
         Raises what the tokenizer does, with a note that says where; ConfigError where it returns no tokens.
         """
         try:
-            found = self.tokenizer(text)
+            found = encoder_of(self.tokenizer)(text)  # type: ignore[misc]
             ids = np.asarray(getattr(found, "ids", found))
             if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= _MOST_TOKEN):
                 raise ConfigError(
@@ -77,7 +82,7 @@ class Tokenizing:
 def check_text(schema: pa.Schema, column: str) -> None:
     """Raise `SchemaError` where ``column`` is no column of texts."""
     if column not in schema.names:
-        raise SchemaError(f"the table has no column {column!r} to pack; it has {', '.join(schema.names[:10])}")
+        raise SchemaError(f"the table has no column {shown(column)} to pack; it has {', '.join(schema.names[:10])}")
     kind = schema.field(column).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise SchemaError(
@@ -95,9 +100,9 @@ class TokenSource(FlowSource):
         return found
 
     @property
-    def maker(self) -> str:
+    def maker(self) -> Maker:
         """The tokenizer, and how sequences are made of its tokens."""
-        return str(self._tokenizing)
+        return self._tokenizing.maker
 
     def items(self, columns: Any, row: int, span: Span) -> Sequence[Any]:
         """Return the tokens of row ``row`` of ``columns``, which stands at the position of ``span``."""

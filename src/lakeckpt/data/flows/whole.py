@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lakeckpt.core.flows.batches import LaneBatch
-from lakeckpt.core.flows.state import FlowState
+from lakeckpt.core.flows.state import FlowState, Maker
 from lakeckpt.core.receipts import Span
+from lakeckpt.core.state import Identity
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.flows.tokens import given, no_sequences
 from lakeckpt.reading.columns.gather import cut, join_rows
@@ -33,9 +34,13 @@ class WholeSource(FlowSource):
         return self._selecting.packing
 
     @property
-    def maker(self) -> str:
+    def maker(self) -> Maker:
         """How documents are packed."""
-        return str(self._packing)
+        return Maker(name="", how=str(self._packing), length=self._packing.length)
+
+    def fingerprint(self, identity: Identity) -> str:
+        """None is needed: nothing of a user's makes the sequences."""
+        return ""
 
     def items(self, columns: Any, row: int, span: Span) -> Sequence[Any]:
         """Return the sequences of row ``row`` of ``columns``: of a window, or none."""

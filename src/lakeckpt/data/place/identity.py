@@ -118,8 +118,12 @@ _WORDS = "{} in this dataset, {} in the state"
 def differing(mine: Identity, its: Identity, *, kept: str) -> list[str]:
     """One line for each field in which a state's identity differs from the dataset's, led by the field's name.
 
-    ``kept``: the dataset's filter, for people.
+    ``kept``: the dataset's filter, for people. Where both pack, and into sequences of other lengths, that is said in
+    place of what follows from it.
     """
+    if 1 not in (mine.unit, its.unit) and mine.unit != its.unit:
+        like = replace(its, selection=mine.selection, rows=mine.rows, tokens=mine.tokens, unit=mine.unit)
+        return [f"length: {_WORDS.format(mine.unit, its.unit)}", *mine.differences(like, words=_WORDS)]
     return [
         f"selection: {_selections(mine.selection, its.selection, kept)}" if line.startswith("selection:") else line
         for line in mine.differences(its, words=_WORDS)

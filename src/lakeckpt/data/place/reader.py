@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from lakeckpt.core.plan import between
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import ReaderState
+from lakeckpt.core.streams.mixing import SCALE
+from lakeckpt.data.flows.calls import maker_of
 from lakeckpt.data.place.deliveries import Deliveries
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.mixed import MixedProgress
@@ -83,6 +85,19 @@ class LoaderReader:
         self._loader.load_state_dict(state)
 
     # --- for managers alone
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the script gave, for the lines in which a restart says what differs."""
+        dataset = self._dataset
+        found = {"batch size": str(dataset.batch_size), "workers": str(self.num_workers)}
+        maker = getattr(dataset._source, "maker", None)
+        if maker is not None and maker.name and maker.length:
+            found["tokenizer"] = f"{maker.name} {maker.fingerprint}".rstrip()
+        else:
+            transform: Any = dataset._source.transform
+            found["transform"] = "none" if transform is None else maker_of(getattr(transform, "transform", transform))
+        return found
 
     @property
     def topology(self) -> tuple[int, int]:
@@ -201,6 +216,27 @@ class SourceReader(LoaderReader):
         return found
 
     @property
+    def facts(self) -> dict[str, str]:
+        """What the script gave to the mixture, and the transform of this source."""
+        mixing, loader = self._mixed.mixing, self._loader
+        return {
+            "batch size": str(loader.dataset.batch_size),
+            "workers": str(self.num_workers),
+            "weights": _named(mixing.names, mixing.weights),
+            "schedule": str([(step, _named(mixing.names, weights)) for step, weights in mixing.schedule]),
+            f"transform of {self.suffix[1:]!r}": super().facts["transform"],
+        }
+
+    @property
+    def weights(self) -> str:
+        """The weights with which the mixture goes on; the script's where it has no place yet, or a new source."""
+        mixing = self._mixed.mixing
+        share = self._progress.state.segment.share if self._progress.begun else None
+        if share is None or len(share.weights) != len(mixing.names):
+            return _named(mixing.names, mixing.weights)
+        return _named(mixing.names, share.weights)
+
+    @property
     def last_receipt(self) -> Receipt | None:
         """What the source gave to the micro-batch that the loop received last."""
         return self._mixed.receipt_of(self._source)
@@ -227,6 +263,11 @@ class SourceReader(LoaderReader):
         undo = super().repin(index)
         self._mixed.changed()
         return undo
+
+
+def _named(names: tuple[str, ...], weights: tuple[int, ...]) -> str:
+    """Return the weights by names, for people and to be compared."""
+    return ", ".join(f"{name} {weight / SCALE:.4g}" for name, weight in zip(names, weights, strict=True))
 
 
 def sources_of(loader: LakeLoader, sources: Mapping[str, LakeDataset]) -> dict[str, LoaderReader]:

@@ -43,6 +43,8 @@ class Fit:
     """The start of an epoch in ``index``, with which to go on: nothing of the state's epoch, or all of it, was read."""
     skipped: str = ""
     """The reason for which the rest of the state's epoch is dropped and the next epoch begun; empty: it is not."""
+    grown: str = ""
+    """How the table that was opened differs from ``index``, for people; empty: it does not, or it is followed."""
 
 
 def check_moves(table: Table, options: ReadOptions, *, endless: bool, follows: bool) -> None:
@@ -141,7 +143,7 @@ class Versions:
             raise _with_advice(error, state) from None
         if excluding == index:
             self._of(index)
-            return Fit(index=index)
+            return Fit(index=index, grown="" if self._follow else _grown(index, live.index))
         return self._fit_excluding(state, index, excluding)
 
     def _fit_excluding(self, state: Any, index: TableIndex, excluding: TableIndex) -> Fit:
@@ -277,6 +279,12 @@ class Versions:
                     f"column {name!r} is {now} in {index.version} of {table.uri!r}, and {then} in "
                     f"{table.index.version}, which was read before it: name the version to read when it is opened"
                 )
+
+
+def _grown(read: TableIndex, now: TableIndex) -> str:
+    """Return how the version that is read differs from the version of the table now."""
+    sizes = [f"{len(one.paths):,} files with {one.num_rows:,} rows" for one in (read, now)]
+    return f"the version that is read on has {sizes[0]}, and the table has {sizes[1]} now"
 
 
 def _compare_etags(live: Table, saved: TableIndex) -> None:

@@ -6,7 +6,7 @@ else is as in `lakeckpt.LakeDataset`. The module reads nothing and starts no thr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.flows.arguments import tokenized, whole_documents
 from lakeckpt.data.flows.tokens import Tokenizing
 from lakeckpt.data.options import flag, one_of, positive
-from lakeckpt.errors import ConfigError
+from lakeckpt.errors import ConfigError, shown
 from lakeckpt.reading.packed.packing import Packing
 
 __all__ = ["cumulative_lengths", "pack"]
@@ -34,7 +34,7 @@ def pack(
     labels: bool = False,
     mask_ends: bool = True,
     padding: int = 0,
-    tokenizer: Callable[[str], Any] | None = None,
+    tokenizer: Any = None,
     documents: Literal["cut", "whole"] = "cut",
     too_long: Literal["cut", "drop"] = "cut",
 ) -> LakeDataset:
@@ -65,8 +65,11 @@ def pack(
         mask_ends: the last token of a document has the label -100. False: its label is the next token of its sequence;
             of a sequence's last token, the first token of the document that follows in the row group, if any.
         padding: the token that fills up the last sequence of an epoch.
-        tokenizer: a function with a name, from a text to its tokens: a list, an array, or what has them as ``ids``.
-            ``column`` is of texts then, whose tokens are made where they are read.
+        tokenizer: a ``tokenizers.Tokenizer`` or a tokenizer of Hugging Face (whose ``encode`` gives the tokens, with
+            those that it adds itself), or a function with a name, from a text to its tokens: a list, an array, or what
+            has them as ``ids``. ``column`` is of texts then, whose tokens are made where they are read. A state has
+            its fingerprint, and another one is refused: the digest of its serialised form, or of what it makes of a
+            few rows.
         documents: ``"cut"``: as above. ``"whole"``: no document is cut that fits into a sequence. The documents of each
             window are given to sequences by best fit decreasing, and what is left of each sequence is padding.
         too_long: with ``documents="whole"``: documents longer than ``length`` (with ``before`` and ``after``) are cut
@@ -129,7 +132,7 @@ def _check(dataset: Any, length: Any) -> None:
         raise ConfigError(f"length must be at least 2 (a token, and the next one) and at most {_MOST}, got {length}")
 
 
-def _tokenizing(packing: Packing, tokenizer: Callable[[str], Any]) -> Tokenizing:
+def _tokenizing(packing: Packing, tokenizer: Any) -> Tokenizing:
     return Tokenizing(
         tokenizer=tokenizer,
         column=packing.column,
@@ -142,15 +145,15 @@ def _tokenizing(packing: Packing, tokenizer: Callable[[str], Any]) -> Tokenizing
 
 
 def _tokens(name: str, tokens: int | Sequence[int] | None) -> tuple[int, ...]:
-    found = () if tokens is None else (tokens,) if isinstance(tokens, int) else tuple(tokens)
+    found = () if tokens is None else tuple(tokens) if isinstance(tokens, Iterable) else (tokens,)
     if any(not isinstance(one, int) or isinstance(one, bool) or not 0 <= one < 2**31 for one in found):
-        raise ConfigError(f"{name} takes tokens from 0 to 2**31 - 1, got {tokens!r}")
+        raise ConfigError(f"{name} takes tokens from 0 to 2**31 - 1, got {shown(tokens)}")
     return found
 
 
 def _token(padding: int) -> int:
     if not isinstance(padding, int) or len(found := _tokens("padding", padding)) != 1:
-        raise ConfigError(f"padding takes a token from 0 to 2**31 - 1, got {padding!r}")
+        raise ConfigError(f"padding takes a token from 0 to 2**31 - 1, got {shown(padding)}")
     return found[0]
 
 

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lakeckpt.core.hashing import hash64
-from lakeckpt.errors import NullValueError, SchemaError
+from lakeckpt.errors import NullValueError, SchemaError, shown
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import THREADS_LOCAL, THREADS_REMOTE, Table
@@ -85,7 +85,8 @@ class Packing:
     def check(self, schema: pa.Schema) -> None:
         """Raise `SchemaError` where the column is no list of integers that 64 signed bits hold."""
         if self.column not in schema.names:
-            raise SchemaError(f"the table has no column {self.column!r} to pack; it has {', '.join(schema.names[:10])}")
+            names = ", ".join(schema.names[:10])
+            raise SchemaError(f"the table has no column {shown(self.column)} to pack; it has {names}")
         kind = schema.field(self.column).type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         if not is_list or not pa.types.is_integer(kind.value_type) or kind.value_type == pa.uint64():
