@@ -271,9 +271,9 @@ def _units(tip: AnyState) -> tuple[str, str]:
     """Return the names of what an epoch counts, and of what a batch is counted in."""
     if not isinstance(tip, FlowState):
         return ("sequence", "sequence") if tip.identity.unit > 1 else ("row", "row")
-    if tip.maker.startswith("whole documents of "):
+    if tip.maker.how and not tip.maker.name:  # whole documents
         return "window", "sequence"
-    return "row", "token" if ", sequences of " in tip.maker else "row"
+    return "row", "token" if tip.maker.length else "row"
 
 
 def _status(epoch: int, tip: AnyState, claim: Piece | None) -> EpochStatus:
