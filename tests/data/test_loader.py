@@ -294,6 +294,15 @@ def test_a_dataset_goes_through_pickle_and_copies_with_its_place(lake: Path) -> 
     assert before + flat(dataset) == whole
 
 
+def test_a_copy_of_a_loader_whose_workers_persist_goes_on_with_workers_of_its_own(lake: Path) -> None:
+    dataset = LakeDataset(lake, batch_size=4, shuffle=True)
+    whole = flat(LakeDataset(lake, batch_size=4, shuffle=True))
+    loader = LakeLoader(dataset, num_workers=1, persistent_workers=True)
+    before = flat(some(loader, 3))
+    assert before + flat(copy.deepcopy(loader)) == whole
+    assert before + flat(loader) == whole
+
+
 @settings(max_examples=40)
 @given(
     rows=st.integers(0, 30),

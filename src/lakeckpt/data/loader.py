@@ -200,7 +200,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         return Items(self._as_prepared(items, self._progress.steps) if self._is_prepared else items)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_early": None, "_before_more": None, "_counting": Counting()}  # a copy begins anew
+        return self.__dict__ | {"_early": None, "_workers": None, "_before_more": None, "_counting": Counting()}
 
     def _start(self) -> None:
         """Begin to read what the next iteration will deliver, within the memory limit of iterating."""

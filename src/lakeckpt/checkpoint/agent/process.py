@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.arena.checksummer import answer
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.persist.log import LOG
 from lakeckpt.errors import LakeckptError
-from lakeckpt.lake.storage.base import expect_folder
+from lakeckpt.lake.storage.base import expect_folder, redact_uri
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.waiting import SystemWaiter
 
@@ -61,7 +61,7 @@ def main(asked: int, answers: int, trainer: int) -> int:
         if not isinstance(begin, Begin):
             return 1  # the trainer died at once
         name = f"rank {begin.rank} of {begin.world_size}, attempt {begin.attempt.number}"
-        _log(f"begins: {name}, to {begin.uri}")
+        _log(f"begins: {name}, to {redact_uri(begin.uri)}")
         storage = open_storage(begin.uri, storage_options=begin.storage_options or None)
         expect_folder(storage, LOG)
     except LakeckptError as error:
