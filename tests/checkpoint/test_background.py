@@ -849,7 +849,6 @@ def test_orders_are_given_one_after_the_other_and_none_is_dropped(second: int, l
     background = Background(
         cast(Any, Captures(left_out)),
         cast(Any, every),
-        MemoryStorage(),
         cast(Any, every),
         cast(Any, every),
         Attempt(run="r", number=0, last=0, parent=None, seed=1),

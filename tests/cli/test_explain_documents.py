@@ -42,7 +42,8 @@ def delivered(texts: Path, run: Path, *, attempts: tuple[tuple[int, int], ...], 
     found: Delivered = {}
     for ranks, steps in attempts:
         loaders = [loader_of(texts, rank, ranks, **options) for rank in range(ranks)]
-        state = {"model": torch.nn.Linear(1, 1), "reader": loaders[0]}
+        # ranks of one process: a model in train() mode would be warned of the loaders of other ranks
+        state = {"model": torch.nn.Linear(1, 1).eval(), "reader": loaders[0]}
         with CheckpointManager(run, state, persist_every=3) as manager:
             done = manager.restore()
             plain = loaders[0].state_dict()
