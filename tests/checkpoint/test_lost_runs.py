@@ -12,7 +12,7 @@ import torch
 from lakeckpt import CheckpointManager, LakeLoader
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import index_path
-from lakeckpt.checkpoint.persist.indexes import write_documents
+from lakeckpt.checkpoint.persist.indexes import documents_of_all, write_documents
 from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.errors import AttemptSuperseded, StorageError
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
@@ -115,7 +115,7 @@ def test_a_run_that_began_in_its_place_owns_it() -> None:
 
 def test_a_document_of_a_table_is_written_where_the_run_lacks_it(lake: Path) -> None:
     storage, reader = MemoryStorage(), dataset_of(lake, batch_size=4)
-    paths = write_documents(storage, [reader, object()])
+    paths = write_documents(storage, documents_of_all([reader, object()]))
     assert paths == set(storage.objects) and paths
     before, storage.count = dict(storage.objects), 0
     assert write_documents(storage, [reader]) == paths and storage.count == 0

@@ -24,7 +24,7 @@ from lakeckpt.checkpoint.failures import note_stop
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests, leaves_of_all, short_digest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import checked_metric
-from lakeckpt.checkpoint.persist.indexes import write_documents
+from lakeckpt.checkpoint.persist.indexes import documents_of_all, write_documents
 from lakeckpt.checkpoint.persist.publish import Publisher
 from lakeckpt.checkpoint.report import CheckpointInfo, Saved
 from lakeckpt.checkpoint.state.snapshot import Snapshot, snapshot
@@ -110,11 +110,12 @@ class Saver:
     def _taken(self, step: int, metric: Any) -> StagedCut | Exception:
         try:
             pending = self._journal.pending(step)
+            documents = documents_of_all([track.reader for track in self._tracks.values()])
             self._journal.handed_over(pending, step)  # on all ranks, also where one of them fails below
             number = checked_metric(metric)
             staged = stage(snapshot(self._objects))
             if self._exchange.rank == 0:
-                write_documents(self._storage, [track.reader for track in self._tracks.values()])
+                write_documents(self._storage, documents)
         except Exception as error:
             return error
         return StagedCut(step=step, staged=staged, readers=pending, metric=number)

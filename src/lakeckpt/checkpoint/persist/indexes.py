@@ -21,7 +21,7 @@ from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.tracking.readers import index_of, versions_of
 
-__all__ = ["Document", "documents_of", "filtered", "offer", "save", "write_documents"]
+__all__ = ["Document", "documents_of", "documents_of_all", "filtered", "offer", "save", "write_documents"]
 
 
 Document = TableIndex | RowSelection
@@ -86,12 +86,16 @@ def _needs_saving(storage: Storage, path: str, live: RowSelection) -> bool:
     return saved == live and (saved.expression, saved.pyarrow) != (live.expression, live.pyarrow)
 
 
-def write_documents(storage: Storage, readers: Iterable[object]) -> set[str]:
-    """Write the documents of ``readers`` that the run at ``storage`` lacks, before a commit refers to them.
+def documents_of_all(readers: Iterable[object]) -> dict[str, Document]:
+    """Return path → document of all ``readers``. Take them before records are cut: a cut forgets earlier versions."""
+    return {path: one for reader in readers for path, one in documents_of(reader).items()}
+
+
+def write_documents(storage: Storage, every: Mapping[str, Document]) -> set[str]:
+    """Write those documents of ``every`` (`documents_of_all`) that the run at ``storage`` lacks, before a commit.
 
     Returns the paths of all of them. Raises `SaveFailed`.
     """
-    every = {path: one for reader in readers for path, one in documents_of(reader).items()}
     try:
         for path, one in every.items():
             if not storage.list(path):
