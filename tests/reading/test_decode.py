@@ -406,11 +406,11 @@ def test_a_process_without_file_descriptors_left_is_told_to_raise_its_limit(
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "a.parquet")
     decoder = RowGroupDecoder(open_table(tmp_path))
 
-    def no_file(path: str) -> Any:
+    def no_file(path: str, *_: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files", path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pa, "OSFile", no_file)
+        patch.setattr("lakeckpt.lake.table.table._LocalFile", no_file)
         with pytest.raises(StorageError, match=r"no file descriptor is left to open 'a\.parquet'.*ulimit -n"):
             decoder.decode(0, 0, 2)
     assert decoder.decode(0, 0, 2).num_rows == 2
