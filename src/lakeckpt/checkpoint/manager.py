@@ -20,7 +20,7 @@ from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
-from lakeckpt.checkpoint.failures import note_stop
+from lakeckpt.checkpoint.failures import note_left, note_stop
 from lakeckpt.checkpoint.keep import Keep, held_metric
 from lakeckpt.checkpoint.opening import checked_place, open_saves, place_of
 from lakeckpt.checkpoint.outage import Outage
@@ -344,6 +344,8 @@ class CheckpointManager:
                     self._saves.close(well=well)
                 if self._keeper is not None:
                     self._keeper.end()
+                if well:  # no rank that is behind waits for this one
+                    note_left(self._exchange, self._step, first=self._saves.attempt.saves if self._saves else 0)
             finally:
                 self._presence.close()
                 self._exchange.close()

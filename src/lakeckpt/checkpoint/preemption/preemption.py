@@ -29,7 +29,6 @@ from statistics import median
 from typing import TYPE_CHECKING, NoReturn
 
 from lakeckpt.checkpoint.preemption.agreement import Agreement, Obstacle
-from lakeckpt.checkpoint.preemption.peers import Peers
 from lakeckpt.checkpoint.preemption.requeue import check_requeue, requeue_job
 from lakeckpt.checkpoint.preemption.signals import Signals, check_handlers, checked_signals
 from lakeckpt.errors import ConfigError, LakeckptError
@@ -93,7 +92,6 @@ class Preemption:
         self._requeues = requeue is not None and exchange.rank == 0
         self._agreement = Agreement(exchange)
         self._signals: Signals | None = None
-        self._peers: Peers | None = None
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._got = threading.Event()
@@ -133,12 +131,10 @@ class Preemption:
             return
         self._passed, self._has_agent = step, has_agent
         self._since_s = self._begun_s = time.monotonic()
-        if self._exchange.world_size > 1:
-            self._peers = Peers(self._exchange)
         self._signals = Signals(self._numbers)
         self._thread("lakeckpt-signals", self._listen, self._signals)
-        if self._peers is not None:
-            self._thread("lakeckpt-preemption", self._talk, self._signals, self._peers)
+        if self._exchange.world_size > 1:
+            self._thread("lakeckpt-preemption", self._talk, self._signals)
 
     def busy(self, *, last: bool = False) -> AbstractContextManager[None]:
         """Return a block that may take its time, because it saves. ``last``: all ranks make the last save of the
@@ -214,8 +210,6 @@ class Preemption:
         for thread in self._threads:
             thread.join(_JOIN_S)
         signals.close()
-        if self._peers is not None:
-            self._peers.close()
         if self._number is not None and well and not has_left:
             signal.raise_signal(self._number)
 
@@ -252,7 +246,7 @@ class Preemption:
 
     # --- the thread that talks with other ranks
 
-    def _talk(self, signals: Signals, peers: Peers) -> None:
+    def _talk(self, signals: Signals) -> None:
         look_s = max(_LOOK_S, self._exchange.world_size / _LOOKS_PER_S)
         while not self._got.wait(look_s):
             number = self._agreement.signal()
@@ -262,7 +256,7 @@ class Preemption:
         if number is None:
             return
         try:
-            obstacle = self._agree(number, peers, _ANSWER_S + 2 * look_s) or self._watched(peers, float("inf"))
+            obstacle = self._agree(number, _ANSWER_S + 2 * look_s) or self._watched(float("inf"))
         except LakeckptError as error:
             obstacle = Obstacle(reason=str(error), is_loss=True)
         except BaseException as error:
@@ -271,15 +265,15 @@ class Preemption:
             self._abort(obstacle)
             self._end(obstacle)
 
-    def _agree(self, number: int, peers: Peers, timeout_s: float) -> Obstacle | None:
+    def _agree(self, number: int, timeout_s: float) -> Obstacle | None:
         """Agree on the cut. Returns why the ranks cannot save together; None where they can, or it is over."""
-        if (obstacle := self._obstacle(peers)) is not None:
+        if (obstacle := self._obstacle()) is not None:
             return obstacle
         self._agreement.announce(number)
         with self._changed:
             self._stated = self._passed + 1
         self._agreement.state(self._stated)
-        if (obstacle := self._watched(peers, timeout_s, until=self._has_cut)) is not None:
+        if (obstacle := self._watched(timeout_s, until=self._has_cut)) is not None:
             return obstacle
         if self._cut is None and not self._is_over:
             silent = f"ranks {self._agreement.missing()}" if self._exchange.rank == 0 else "rank 0"
@@ -294,19 +288,20 @@ class Preemption:
             self._changed.notify_all()
         return cut is not None
 
-    def _watched(self, peers: Peers, timeout_s: float, until: Callable[[], bool] = lambda: False) -> Obstacle | None:
+    def _watched(self, timeout_s: float, until: Callable[[], bool] = lambda: False) -> Obstacle | None:
         """Return why the ranks cannot save together, as soon as that is known. None where this rank has saved,
         ``until`` is true, or ``timeout_s`` have passed."""
 
         def look() -> Obstacle | bool | None:
-            return self._is_over or self._obstacle(peers) or until() or None
+            return self._is_over or self._obstacle() or until() or None
 
         found = poll(look, waiter=SystemWaiter(), timeout_s=timeout_s, longest_s=_PAUSE_S)
         return found if isinstance(found, Obstacle) else None
 
-    def _obstacle(self, peers: Peers) -> Obstacle | None:
+    def _obstacle(self) -> Obstacle | None:
         """Return why the ranks cannot save together; None where nothing is known against it."""
-        dead = None if self._is_saving else peers.ended()  # before the note: a rank that aborts leaves it, and ends
+        # Before the note: a rank that aborts leaves its note, and ends.
+        dead = None if self._is_saving else self._exchange.ended()
         if (obstacle := self._agreement.aborted()) is not None or dead is None:
             return obstacle
         return Obstacle(reason=f"the process of rank {dead} has ended", is_loss=True)
