@@ -30,6 +30,7 @@ from lakeckpt.lake.parquet.ranges import read_pinned
 from lakeckpt.lake.parquet.row_group import DEFAULT_MAX_ROW_GROUP_BYTES, RowGroupPlan, RowGroupReader
 from lakeckpt.lake.parquet.types import plain_type
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.lake.table.schema import check_agreed
 from lakeckpt.lake.table.table import Table
 
 __all__ = ["DEFAULT_AHEAD_BYTES", "RowGroupDecoder", "select_columns"]
@@ -42,7 +43,8 @@ def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schem
     """Return the schema of ``columns`` in the order asked for (None: all), in the types that are delivered.
 
     The types are the table's, but views, dictionaries and extension types become the types of their values. Raises
-    `ConfigError` for what is no list of names or names a column twice, `SchemaError` for a column that the table lacks.
+    `ConfigError` for what is no list of names or names a column twice, `SchemaError` for a column that the table lacks
+    or that its files do not agree about.
     """
     names = schema.names if columns is None else _listed(columns)
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
@@ -57,6 +59,7 @@ def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schem
         if name not in known:
             near = difflib.get_close_matches(name, schema.names, n=3) or schema.names[:10]
             raise SchemaError(f"the table has no column {name!r}; it has {', '.join(map(repr, near))}, …")
+    check_agreed(schema, names)
     fields = [schema.field(name) for name in names]
     return pa.schema([pa.field(field.name, plain_type(field.type), field.nullable) for field in fields])
 
