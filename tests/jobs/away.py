@@ -113,14 +113,37 @@ class S3:
                 self._client.copy_object(Bucket=self._bucket, Key=key, CopySource=f"{self._bucket}/kept-{key}")
 
 
+def environment_of(
+    job: Job, folder: Path, uri: str, options: Mapping[str, Any], manager: Mapping[str, Any], step_s: float = 0.1
+) -> dict[str, str]:
+    """Return the environment of `away_job.py` for a job whose table and arenas lie in ``folder``."""
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))},
+        "TABLE": str(folder / "table"),
+        "RUN": uri,
+        "OPTIONS": json.dumps(options),
+        "MANAGER": json.dumps({**manager, "arenas": str(folder / "arenas")}),
+        "NOTES": str(job.notes),
+        "HURRY": str(folder / "hurry"),
+        "STEP_S": str(step_s),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/how-to/ddp.md: without it, a restart may hang
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
 @dataclass(slots=True)
 class Launcher:
-    """Starts the ranks of a job, and starts all again when one has ended badly, ``restarts`` times at most."""
+    """Starts the ranks of a job by a ``kind`` of launcher, and starts all again when one has ended badly, ``restarts``
+    times at most."""
 
-    case: Case
+    kind: str
+    size: int
     environment: Mapping[str, str]
     log: Path
     restarts: int = 8
+    patience_s: float = 4 * PATIENCE_S
     statuses: list[int] = field(default_factory=list)
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
     is_over: bool = False
@@ -132,14 +155,14 @@ class Launcher:
                 self._start(count)
                 self._wait()
                 self.statuses.append(max((abs(one.returncode) for one in self.ranks), default=0))
-                if self.statuses[-1] == 0 or self.case.launcher == "torchrun":
+                if self.statuses[-1] == 0 or self.kind == "torchrun":
                     return
         finally:
             self.is_over = True
 
     def _start(self, count: int) -> None:
-        if self.case.launcher == "torchrun":
-            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={self.case.ranks}"]
+        if self.kind == "torchrun":
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={self.size}"]
             command += [
                 f"--max-restarts={self.restarts}",
                 "--rdzv-backend=c10d",
@@ -149,11 +172,9 @@ class Launcher:
         else:
             slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_RESTART_COUNT": str(count)}
             port = str(free_port())
-            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(self.case.ranks)}
-            common |= slurm if self.case.launcher == "slurm" else {}
-            commands = [
-                ([sys.executable, str(SCRIPT)], {**common, "RANK": str(rank)}) for rank in range(self.case.ranks)
-            ]
+            common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(self.size)}
+            common |= slurm if self.kind == "slurm" else {}
+            commands = [([sys.executable, str(SCRIPT)], {**common, "RANK": str(rank)}) for rank in range(self.size)]
         with self.log.open("ab") as out:
             self.ranks = [
                 subprocess.Popen(
@@ -164,7 +185,7 @@ class Launcher:
 
     def _wait(self) -> None:
         """Wait for the end of all ranks; end the others when one has ended badly."""
-        end = time.monotonic() + 4 * PATIENCE_S
+        end = time.monotonic() + self.patience_s
         while any(one.poll() is None for one in self.ranks):
             if any(one.poll() not in (None, 0) for one in self.ranks) or time.monotonic() > end:
                 break
@@ -174,7 +195,7 @@ class Launcher:
 
     def kill_rank(self) -> None:
         """SIGKILL the last rank."""
-        if self.case.launcher != "torchrun":
+        if self.kind != "torchrun":
             os.kill(self.ranks[-1].pid, signal.SIGKILL)
             return
         children = Path(f"/proc/{self.ranks[0].pid}/task/{self.ranks[0].pid}/children").read_text().split()
@@ -199,31 +220,19 @@ def run(case: Case, folder: Path, endpoint: str = "") -> Result:
     job = Job(folder / "job", SCRIPT)
     write_table(folder / "table", rows=ROWS)
     hurry, log = folder / "hurry", folder / "log.txt"
-    manager = {"persist_every": 5, "arenas": str(folder / "arenas"), "timeout_s": case.timeout_s}
+    manager = {"persist_every": 5, "timeout_s": case.timeout_s}
     manager |= {"capture_every": 1, "persist_every": 50} if case.captures else {}
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCHELASTIC_"))},
-        "TABLE": str(folder / "table"),
-        "RUN": place.uri,
-        "OPTIONS": json.dumps(place.options),
-        "MANAGER": json.dumps(manager),
-        "NOTES": str(job.notes),
-        "HURRY": str(hurry),
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # docs/how-to/ddp.md: without it, a restart may hang
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
-        "PYTHONWARNINGS": "ignore",
-    }
-    launcher = Launcher(case, environment, log)
+    environment = environment_of(job, folder, place.uri, place.options, manager)
+    launcher = Launcher(case.launcher, case.ranks, environment, log)
     with ThreadPoolExecutor(1) as pool:
         over = pool.submit(launcher.run)
         try:
-            _until(lambda: len({one["step"] for one in job.lines()}) >= 12 or launcher.is_over, log)
+            until(lambda: len({one["step"] for one in job.lines()}) >= 12 or launcher.is_over, log)
             place.take_away(case.how)
             newest = _newest(case, job)
             launcher.kill_rank()
             if case.seconds is None:
-                _until(lambda: "lists no run" in log.read_text() or launcher.is_over, log)
+                until(lambda: "lists no run" in log.read_text() or launcher.is_over, log)
             else:
                 time.sleep(case.seconds)
             place.bring_back()
@@ -257,11 +266,12 @@ def _result(case: Case, place: Local | S3, job: Job, launcher: Launcher, newest:
     return Result(newest=newest, went_on=went_on, named=named, statuses=tuple(launcher.statuses), problem=problem)
 
 
-def _until(holds: Callable[[], bool], log: Path) -> None:
-    end = time.monotonic() + PATIENCE_S
+def until(holds: Callable[[], bool], log: Path, patience_s: float = PATIENCE_S) -> None:
+    """Wait until something holds; after ``patience_s``, AssertionError with the end of the ``log``."""
+    end = time.monotonic() + patience_s
     while not (log.exists() and holds()):
         assert time.monotonic() < end, log.read_text()[-4000:]
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -1,7 +1,8 @@
-"""A training script whose run goes away: each rank notes which rows each step used, and prints where it goes on.
+"""A training script whose run or store goes away: each rank notes which rows each step used, and prints where it goes
+on, which steps were saved, and how long `manager.step` held it up (in all: more than 1 s).
 
 The environment has ``TABLE``, ``RUN``, ``OPTIONS`` (of the store, as JSON), ``MANAGER`` (arguments, as JSON), ``NOTES``
-and ``HURRY``: a step takes a while until this file is there.
+and ``HURRY``: a step takes ``STEP_S`` until this file is there.
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "reader": loader}
     options = json.loads(os.environ["OPTIONS"]) or None
     arguments = json.loads(os.environ["MANAGER"])
+    rank = os.environ.get("RANK", "0")
+    arguments["on_save"] = lambda saved: print(f"rank {rank} has saved step {saved.step}", flush=True)
+    stalls_s = [0.0]
     with lakeckpt.CheckpointManager(os.environ["RUN"], state, storage_options=options, **arguments) as manager:
         step = manager.restore()
         report = manager.restore_report
         assert report is not None
         os.environ["ATTEMPT"] = str(report.attempt)
-        print(f"rank {os.environ.get('RANK', '0')} goes on at step {step} of attempt {report.attempt}", flush=True)
+        print(f"rank {rank} goes on at step {step} of attempt {report.attempt}", flush=True)
         if loader.epoch == 0:
             for batch in loader:
                 loss = model(batch["x"][:, None]).square().sum()
@@ -47,9 +51,13 @@ def main() -> None:
                 optimizer.step()
                 step += 1
                 note(step, batch["id"].tolist())
+                begin_s = time.monotonic()
                 manager.step(batch)
+                stalls_s.append(time.monotonic() - begin_s)
                 if not Path(os.environ["HURRY"]).exists():
-                    time.sleep(0.1)
+                    time.sleep(float(os.environ["STEP_S"]))
+    long_s = [one for one in stalls_s if one > 1]
+    print(f"rank {rank} was held up for {max(stalls_s):.1f} s at most, {sum(long_s):.1f} s in all", flush=True)
 
 
 if __name__ == "__main__":
