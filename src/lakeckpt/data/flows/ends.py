@@ -81,7 +81,8 @@ class JobEnds(Ends):
     asks = True
 
     def __init__(self, store: Any, digest: str, *, rank: int, world_size: int) -> None:
-        self._store, self._rank = PrefixStore(f"lakeckpt/ends/{digest}", store), rank
+        self._store: Any = PrefixStore(f"lakeckpt/ends/{digest}", store)
+        self._rank = rank
         self._iterations = _ITERATIONS.setdefault(store, Counter())
         self._begun, self._ended = (digest, rank, "begun"), (digest, rank, "ended")
         self._iterations[self._begun] += 1
