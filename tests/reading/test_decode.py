@@ -431,7 +431,7 @@ def test_a_process_without_file_descriptors_left_is_told_to_raise_its_limit(
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "a.parquet")
     decoder = RowGroupDecoder(open_table(tmp_path))
 
-    def no_file(path: str) -> Any:
+    def no_file(path: str, *_: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files", path)
 
     with monkeypatch.context() as patch:
