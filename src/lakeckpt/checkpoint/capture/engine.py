@@ -44,7 +44,7 @@ from lakeckpt.checkpoint.report import CaptureWarning
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import AgentError, ConfigError, LakeckptError, SaveFailed
 
-__all__ = ["CaptureEngine"]
+__all__ = ["CaptureEngine", "warn_of_others"]
 
 _REMEMBERED = 1000
 """The reason why a capture was dropped is kept for so many steps."""
@@ -97,7 +97,6 @@ class CaptureEngine:
             joins=slice_bytes is None and not self._gate.paces,
         )
         self._objects = dict(objects)
-        _warn_of_others(self._objects)
         self._planner = Planner(self._objects, slice_bytes=slice_bytes)
         self._step_fence = StepFence(self.fence, self._late)
         self._linked: CapturePlan | None = None  # the plan whose devices have links
@@ -373,7 +372,7 @@ class CaptureEngine:
         return True
 
 
-def _warn_of_others(objects: Mapping[str, Any]) -> None:
+def warn_of_others(objects: Mapping[str, Any]) -> None:
     """Warn if another engine captures some of the ``objects``, too."""
 
     def shared() -> list[str]:
@@ -385,7 +384,7 @@ def _warn_of_others(objects: Mapping[str, Any]) -> None:
     if names := shared():
         text = f"another CheckpointManager, which was not closed, captures {', '.join(map(repr, names))}, too: each "
         text += "optimizer step waits for both, and both take memory. Close the other one first, or use it in a `with`"
-        warnings.warn(text, CaptureWarning, stacklevel=5)
+        warnings.warn(text, CaptureWarning, stacklevel=2)
 
 
 def _release(process: int, fence: StepFence, copier: Copier, store: ArenaStore) -> None:

@@ -82,7 +82,7 @@ class StepFence:
 
 def owners() -> list[object]:
     """Return the engines whose fence is not removed."""
-    return [fence.__self__ for one in _fences if (fence := one._fence()) is not None]
+    return [getattr(fence, "__self__", None) for one in _fences if (fence := one._fence()) is not None]
 
 
 def captures_a_graph() -> bool:
