@@ -116,9 +116,14 @@ test-system: $(VENV)/dev  ## cuts of power, faults of system calls: needs root; 
 test-frameworks: $(VENV)/frameworks/made  ## Lightning, transformers, accelerate, Ray and others: their jobs, killed and resumed
 	$(VENV)/frameworks/bin/python -m pytest -m frameworks -n $(JOBS) --dist worksteal tests/frameworks $(ARGS)
 
+# Of checkpoints, what depends on versions of safetensors, msgpack, numpy and the stores: formats, saving, restoring, converting.
+LOWEST_CHECKPOINTS := test_one_rank.py test_tensor_file.py test_records.py test_trees.py test_kinds_of_objects.py test_with_loader.py \
+    test_sharded.py test_load_objects.py test_golden_runs.py test_rows.py test_versions.py test_wholes.py test_flows.py \
+    test_commit.py interop
+
 test-lowest: $(VENV)/lowest/made  ## the README's script and the tests below with the lowest versions that are declared
 	$(VENV)/lowest/bin/python -m pytest -n $$((2 * $(JOBS))) --dist worksteal 'tests/docs/test_code_blocks.py::test_every_code_block_runs[README.md]' tests/test_versions.py tests/core \
-	    tests/wire tests/reading tests/lake tests/data $(ARGS)
+	    tests/wire tests/reading tests/lake tests/data $(addprefix tests/checkpoint/,$(LOWEST_CHECKPOINTS)) $(ARGS)
 
 test-newest: $(VENV)/newest/made  ## data, tracking and checkpoints with the newest versions (not in CI: it depends on the day)
 	$(VENV)/newest/bin/python -m pytest -n $(JOBS) --dist worksteal tests/data tests/tracking tests/checkpoint $(ARGS)

@@ -19,7 +19,7 @@ LOWEST = {
     "torch": (2, 6),
     "msgpack": (1, 0, 5),
     "numpy": (2, 0),
-    "safetensors": (0, 4, 2),
+    "safetensors": (0, 4, 5),
     "xxhash": (3, 2),
 }
 """The lowest version of each package that lakeckpt needs."""

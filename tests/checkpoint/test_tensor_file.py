@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -75,6 +76,8 @@ def test_every_dtype_and_shape_comes_back_to_the_bit(dtype: str, shape: tuple[in
     tensor = example(dtype, shape)
     part = PartRecord.from_bytes(write(storage, {"a": tensor, "b": torch.ones(3)}).to_bytes())
     assert same_bits(read(storage, part)["a"], tensor)
+    if dtype in ("uint64", "uint32", "uint16") and version("safetensors") < "0.6":
+        return  # it does not know these types
     by_the_library = load(storage.objects[part.files[0].path])["a"]
     if dtype in NATIVE:
         assert same_bits(by_the_library, tensor)

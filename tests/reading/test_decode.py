@@ -24,7 +24,7 @@ from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns.convert import convert
 from lakeckpt.reading.columns.ragged import to_pylist
 from lakeckpt.reading.windows.decode import RowGroupDecoder, select_columns
-from tests.reading.cases import CountingStorage, columns, counted, write_file, write_ids
+from tests.reading.cases import PYARROW, CountingStorage, columns, counted, write_file, write_ids
 
 
 def numbers(count: int, begin: int = 0) -> pa.Table:
@@ -137,7 +137,24 @@ def test_dictionaries_views_and_extensions_are_delivered_as_values(tmp_path: Pat
     assert decoder.decode(0, 1, 2).to_pydict() == {"d": ["b"], "v": ["d"], "u": [b"0123456789abcdef"]}
 
 
-@pytest.mark.skipif(int(pa.__version__.split(".")[0]) < 24, reason="this pyarrow cannot write list views")
+@pytest.mark.parametrize("leaf", [pa.string_view(), pa.binary_view()], ids=str)
+def test_views_inside_of_lists_structs_and_maps_are_delivered_as_values(tmp_path: Path, leaf: pa.DataType) -> None:
+    values = ["a", "b" * 30, "c"] if leaf == pa.string_view() else [b"a", b"b" * 30, b"c"]
+    inner = pa.struct([("a", leaf), ("l", pa.list_(leaf))])
+    columns = {
+        "list": pa.array([values, [], None], pa.list_(leaf)),
+        "fixed": pa.array([[one] for one in values], pa.list_(leaf, 1)),
+        "struct": pa.array([{"a": one, "l": [one]} for one in values], inner),
+        "lists": pa.array([[{"a": one, "l": [one, None]}] for one in values], pa.list_(inner)),
+        "map": pa.array([[("k", one)] for one in values], pa.map_(pa.string(), leaf)),
+    }
+    write_file(tmp_path / "1.parquet", [pa.table(columns)])
+    decoder = RowGroupDecoder(open_table(tmp_path))
+    assert "view" not in str(decoder.schema)
+    assert decoder.decode(0, 1, 3).to_pydict() == pa.table(columns).slice(1).to_pydict()
+
+
+@pytest.mark.skipif(PYARROW < 24, reason="this pyarrow cannot write list views")
 def test_list_views_are_refused_by_name_when_the_table_is_opened(tmp_path: Path) -> None:
     views = pa.array([{"a": [1, 2]}, None], pa.struct([("a", pa.list_view(pa.int8()))]))
     pq.write_table(pa.table({"x": views}), tmp_path / "x.parquet")

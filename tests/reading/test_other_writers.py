@@ -22,11 +22,11 @@ import pytest
 from lakeckpt import LakeDataset, LakeLoader, ReadOptions, open_table
 from lakeckpt.errors import DataFileDamaged, LakeckptError, SchemaError, TableError
 from lakeckpt.reading.windows.decode import RowGroupDecoder, select_columns
+from tests.reading.cases import PYARROW
 from tests.reading.crafted_files import lie, write_encrypted, write_two_level_list
 from tests.reading.same_rows import held_to_pyarrow, read_by_row_groups
 
 ROWS = 300
-PYARROW = int(pa.__version__.split(".")[0])
 NOISE = np.random.default_rng(0)
 MOMENT = datetime.datetime(2024, 2, 29, 23, 59, 59, 123456)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -56,6 +57,9 @@ def with_sidecars(root: Path, classic: Path) -> None:
     classic.unlink()
 
 
+@pytest.mark.skipif(
+    metadata.version("deltalake") == "1.6.0", reason="this deltalake writes to no table of V2Checkpoint"
+)
 @pytest.mark.parametrize("kind", [as_it_is, in_parts, with_sidecars])
 def test_versions_are_told_by_checkpoints(kind: Callable[[Path, Path], None], tmp_path: Path) -> None:
     root = tmp_path / "t"

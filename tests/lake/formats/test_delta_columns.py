@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from decimal import Decimal
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,7 @@ def test_in_mode_id_a_file_is_read_by_ids_alone(root: Path) -> None:
         delivered_of(open_table(root))
 
 
+@pytest.mark.skipif(version("deltalake") == "1.6.0", reason="this deltalake does not map columns")
 def test_a_table_whose_columns_deltalake_mapped_is_read(root: Path) -> None:
     write(root, of(0, 20), partition_by=["p"], configuration={"delta.columnMapping.mode": "name"})
     assert open_table(root).index.columns

@@ -67,7 +67,9 @@ def _tensors_in(storage: Storage, path: str) -> dict[str, torch.Tensor]:
     except (safetensors.SafetensorError, ValueError) as error:
         raise CheckpointDamaged(f"{path}: safetensors cannot read it: {error}") from error
     except (KeyError, AttributeError) as error:
-        raise UnsupportedValue(f"{path}: torch {torch.__version__} has no dtype for it: {error}") from error
+        raise UnsupportedValue(
+            f"{path}: safetensors {safetensors.__version__} with torch {torch.__version__} has no dtype for it: {error}"
+        ) from error
 
 
 def _check_index(storage: Storage, found: Mapping[str, torch.Tensor]) -> None:

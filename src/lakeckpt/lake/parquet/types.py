@@ -129,7 +129,7 @@ def plain(array: pa.Array) -> pa.Array:
     if pa.types.is_struct(kind):
         children = [plain(array.field(i)) for i in range(kind.num_fields)]
         fields = [kind.field(i) for i in range(kind.num_fields)]
-        return pa.StructArray.from_arrays(children, fields=fields, mask=array.is_null())
+        return pa.StructArray.from_arrays(children, fields=fields, mask=array.is_null() if array.null_count else None)
     own = array.buffers()[: 1 if pa.types.is_fixed_size_list(kind) else 2]
     children = [plain(array.values)]
     return pa.Array.from_buffers(kind, len(array), own, array.null_count, array.offset, children=children)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lakeckpt.errors import DataFileDamaged
-from lakeckpt.lake.parquet.types import resized, wide_type
+from lakeckpt.lake.parquet.types import plain, resized, wide_type
 
 __all__ = [
     "MAX_NARROW_BYTES",
@@ -33,12 +33,14 @@ MAX_NARROW_BYTES = 2**31 - 1
 def join(column: pa.ChunkedArray) -> pa.Array:
     """Return the rows of ``column`` as one array: no copy where it has one chunk, else one copy.
 
-    The type is that of ``column``, or its `wide_type` where the bytes would not fit 32-bit offsets.
+    Joined rows are in the `plain` type of ``column`` (a pyarrow before 25 cannot measure views), or in its `wide_type`
+    where the bytes would not fit 32-bit offsets.
     """
     if column.num_chunks == 1:
         return column.chunk(0)
     if column.num_chunks == 0:
         return pa.nulls(0, column.type)
+    column = pa.chunked_array([plain(chunk) for chunk in column.chunks])
     if column.nbytes > MAX_NARROW_BYTES:
         column = pa.chunked_array([resized(chunk, wide_type(column.type)) for chunk in column.chunks])
     return pa.concat_arrays(column.chunks)
