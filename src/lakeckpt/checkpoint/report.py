@@ -167,8 +167,10 @@ class Reporter:
 
     def report(self, results: Iterable[Saved], *, wanted: int | None = None) -> None:
         """Report ``results``. A failure after the newest commit is raised; the failure of a save that was skipped for
-        another save is raised only if it is the save of step ``wanted``."""
+        another save is raised only if it is the save of step ``wanted``. What ``on_save`` raises is raised when all
+        ``results`` are recorded."""
         failure, remarks = None, Remarks()
+        raised: Exception | None = None
         for one in results:
             for handle in [handle for handle in self._handles if handle.step == one.step]:
                 handle._result = one.info or one.error
@@ -179,15 +181,18 @@ class Reporter:
                 self._outage.committed()
                 self._counters.committed(one.step, one.info.created_s, one.took_s)
                 if self._on_save is not None:
-                    self._on_save(one.info)
+                    try:
+                        self._on_save(one.info)
+                    except Exception as error:
+                        raised = raised or error
             elif not isinstance(one.error, SaveSkipped) or one.step == wanted:
                 failure, self._failed_step = one.error, one.step
                 self._counters.failed += 1
         try:
             remarks.warn()
         finally:  # whether or not warnings are errors
-            if failure is not None:
-                raise failure
+            if (error := raised or failure) is not None:
+                raise error
 
     @contextmanager
     def stalling(self) -> Iterator[None]:
