@@ -43,11 +43,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "default")
 
 
 def pytest_runtest_setup() -> None:
-    """Every test begins with the same random states, whichever tests ran before it in this process."""
+    """Every test begins with the same random states and no footers, whichever tests ran before it in this process."""
     random.seed(0)
     np.random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+    if "lakeckpt.lake.parquet.kept_footers" in sys.modules:
+        sys.modules["lakeckpt.lake.parquet.kept_footers"].kept_footers.forget()
 
 
 def pytest_collection_finish() -> None:

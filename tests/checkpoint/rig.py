@@ -6,6 +6,7 @@ Ranks wait for one another by events only: `Hub` is their exchange, and `EventWa
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,11 +42,10 @@ def record_of(spec: TensorSpec, digest: bytes, ranks: Ranks) -> TensorRecord:
 
 
 class MemoryStorage:
-    """A `Storage` in a dict. ``changed`` is notified at every put."""
-
-    name = "memory"
+    """A `Storage` in a dict, each a place of its own. ``changed`` is notified at every put."""
 
     def __init__(self) -> None:
+        self.name = f"memory {uuid.uuid4().hex}"
         self.objects: dict[str, bytes] = {}
         self.changed = threading.Condition()
         self.count = 0
@@ -204,10 +204,10 @@ def run_ranks(world_size: int, body: Callable[[int, HubExchange], Any], *, waite
 
 
 def good(results: list[Any]) -> list[Any]:
-    """The results, if no rank raised."""
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    """The results, if no rank raised; else what a rank raised by itself, not what others found it gone by."""
+    raised = [one for one in results if isinstance(one, BaseException)]
+    for error in sorted(raised, key=lambda one: isinstance(one, MissingRanksError)):
+        raise error
     return results
 
 

@@ -72,7 +72,13 @@ class Flaky:
 
     def __init__(self, storage: MemoryStorage) -> None:
         self._storage, self.refuses = storage, False
-        self.list, self.put, self.put_new, self.delete = storage.list, storage.put, storage.put_new, storage.delete
+        self.name, self.list, self.put, self.put_new, self.delete = (
+            storage.name,
+            storage.list,
+            storage.put,
+            storage.put_new,
+            storage.delete,
+        )
 
     def read(self, path: str, *arguments: Any, **options: Any) -> Any:
         if self.refuses and path.startswith("log/"):

@@ -114,13 +114,13 @@ def test_a_run_that_began_in_its_place_owns_it() -> None:
 
 
 def test_a_document_of_a_table_is_written_where_the_run_lacks_it(lake: Path) -> None:
-    storage, reader = MemoryStorage(), dataset_of(lake, batch_size=4)
-    paths = write_documents(storage, documents_of_all([reader, object()]))
+    storage, every = MemoryStorage(), documents_of_all([dataset_of(lake, batch_size=4), object()])
+    paths = write_documents(storage, every)
     assert paths == set(storage.objects) and paths
     before, storage.count = dict(storage.objects), 0
-    assert write_documents(storage, [reader]) == paths and storage.count == 0
+    assert write_documents(storage, every) == paths and storage.count == 0
     remove(storage)
-    assert write_documents(storage, [reader]) == paths and storage.objects == before
+    assert write_documents(storage, every) == paths and storage.objects == before
 
 
 @pytest.mark.parametrize("times", [1, 100])

@@ -199,7 +199,7 @@ def test_the_cut_that_was_committed_is_taken_from_memory_too(tmp_path: Path) -> 
             return super().read(path, start, stop)
 
     watched = Watched()
-    watched.objects = storage.objects
+    watched.name, watched.objects = storage.name, storage.objects
     saver, step, objects = again(watched, tmp_path)
     assert step == 5 and said(objects) == last and saver.restore_report.restored.step == 5
     assert not [path for path in reads if path.startswith("objects/")]

@@ -141,7 +141,7 @@ def test_a_rank_that_did_not_hear_of_a_commit_refers_to_nothing_that_is_gone() -
         """The storage, without the log while ``deaf``."""
 
         deaf = False
-        list, put, put_new, delete = storage.list, storage.put, storage.put_new, storage.delete
+        name, list, put, put_new, delete = storage.name, storage.list, storage.put, storage.put_new, storage.delete
 
         def read(self, path: str, *args: Any, **options: Any) -> bytes:
             return storage.read(f"{path}.unheard" if self.deaf and path.startswith("log/") else path, *args, **options)

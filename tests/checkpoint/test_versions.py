@@ -228,9 +228,12 @@ def test_an_epoch_that_begins_goes_on_with_the_newest_version(workers: int, delt
     assert [one.table for one in found] == [history.chain[step // 2].readers["reader"].index]
 
 
-def test_a_step_over_the_border_of_two_versions_is_explained_by_both(delta: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("capture_every", [None, 1, 2])
+def test_a_step_over_the_border_of_two_versions_is_explained_by_both(
+    capture_every: int | None, delta: Path, tmp_path: Path
+) -> None:
     loader = loader_of(delta, on_new_version="next_epoch")
-    with CheckpointManager(tmp_path / "run", {"reader": loader}) as manager:
+    with CheckpointManager(tmp_path / "run", {"reader": loader}, capture_every=capture_every) as manager:
         manager.restore()
         for _ in loader:
             pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,6 +20,27 @@ windows = st.integers(1, 4)
 
 def spec_of(window: int = 2, *, shuffle: bool = True, seed: int = 3) -> OrderSpec:
     return OrderSpec(seed=seed, shuffle=shuffle, window=window if shuffle else 1)
+
+
+class Cut(np.ndarray):
+    """An array that notes how many elements each cut of it has."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.sizes.append(np.size(found))
+        return found
+
+
+def test_positions_of_many_windows_are_sorted_once() -> None:
+    spec = OrderSpec(seed=0, shuffle=True, window=1)
+    layout = EpochLayout.build(np.full(50, 4), spec, epoch=0, num_lanes=1)
+    positions = np.random.default_rng(0).permutation(200)
+    Cut.sizes.clear()
+    groups, rows = layout.locate(positions.view(Cut))
+    assert sum(Cut.sizes) <= 4 * len(positions), "not all positions again for each window"
+    assert len(set(zip(groups.tolist(), rows.tolist(), strict=True))) == 200
 
 
 def located(layout: EpochLayout) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,16 @@ def test_a_state_can_be_had_as_of_recent_receipts(lake: Path) -> None:
     assert reader.stretches() == []
 
 
+def test_a_recent_receipt_is_found_without_a_search(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = loader_of(lake, num_lanes=3)
+    batches = iter(loader)
+    receipts = [next(batches).receipt for _ in range(8)]
+    run = loader.dataset._progress.runs.last
+    compared: list[object] = []
+    monkeypatch.setattr(FlowReceipt, "__eq__", lambda self, other: compared.append(other) or self is other)
+    assert all(map(run.has, receipts)) and len(compared) <= len(receipts)
+
+
 def test_what_was_consumed_between_states_adds_up_to_the_epoch(lake: Path) -> None:
     loader = loader_of(lake, num_lanes=3)
     finished = []
@@ -412,10 +423,8 @@ def test_chunks_of_borders_hold_at_most_eight() -> None:
 
 
 def test_a_rank_that_never_states_its_end_is_named(job_store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from datetime import timedelta
-
     monkeypatch.setattr("lakeckpt.data.flows.ends._PATIENCE", timedelta(milliseconds=10))
-    ends, other = JobEnds(job_store, rank=0, world_size=2), JobEnds(job_store, rank=1, world_size=2)
+    ends, other = both_ends(job_store)
     other.state(0, None)
     assert not ends.is_over(0)
     with pytest.raises(MissingRanksError, match="rank 0 has no more rows, and rank 1 has not stated"):
@@ -426,13 +435,42 @@ def test_a_rank_that_never_states_its_end_is_named(job_store: Any, monkeypatch: 
     assert ends.is_over(5)  # and rank 1, which does not come to the end, does not keep it there
 
 
-def test_rank_0_whose_process_may_hold_the_store_leaves_last(job_store: Any) -> None:
-    first, other = JobEnds(job_store, rank=0, world_size=2), JobEnds(job_store, rank=1, world_size=2)
-    for one in (first, other):
-        one.state(0, 0)
-    with ThreadPoolExecutor(1) as pool:
-        left = pool.submit(first.is_over, 0)
-        with pytest.raises(TimeoutError):
-            left.result(timeout=0.2)
-        assert other.is_over(0)
-        assert left.result(timeout=PATIENCE_S)
+def both_ends(store: Any) -> tuple[JobEnds, JobEnds]:
+    """The ends of one iteration of ranks 0 and 1."""
+    return JobEnds(store, "state", rank=0, world_size=2), JobEnds(store, "state", rank=1, world_size=2)
+
+
+def test_rank_0_whose_process_may_hold_the_store_leaves_each_iteration_from_one_state_last(job_store: Any) -> None:
+    peeked = JobEnds(job_store, "state", rank=0, world_size=2)  # rank 0 alone looks at a batch: others need not know
+    peeked.state(0, 0)
+    for _ in range(3):
+        first, other = both_ends(job_store)
+        for one in (first, other):
+            one.state(0, 0)
+        with ThreadPoolExecutor(1) as pool:
+            left = pool.submit(first.is_over, 0)
+            with pytest.raises(TimeoutError):
+                left.result(timeout=0.2)
+            assert other.is_over(0) and other.is_over(0)
+            assert left.result(timeout=PATIENCE_S)
+        assert first.is_over(0)
+
+
+def test_iterations_that_begin_with_one_state_do_not_delete_what_the_others_wait_for(
+    job_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lakeckpt.data.flows.ends._PATIENCE", timedelta(milliseconds=10))
+    waits, ahead = JobEnds(job_store, "state", rank=0, world_size=2), JobEnds(job_store, "state", rank=1, world_size=2)
+    behind = JobEnds(job_store, "state", rank=1, world_size=2)
+    for border in range(0, 1200, 8):
+        if border == 400:
+            behind.state(80, None)
+        ahead.state(border, None)
+    assert not waits.is_over(80)
+
+
+def test_a_rank_alone_deletes_what_it_stated_long_ago(job_store: Any) -> None:
+    alone = JobEnds(job_store, "other", rank=1, world_size=2)
+    for border in range(0, 1200, 8):
+        alone.state(border, None)
+    assert not job_store.check(["lakeckpt/ends/other/1/7"]) and job_store.check(["lakeckpt/ends/other/1/1191"])

@@ -98,7 +98,7 @@ class Where:
 
 
 class FaultProxy:
-    """A proxy on a free port of the loopback device, in front of ``server`` (an ``http://`` URL).
+    """A proxy on ``port`` of the loopback device (0: a free one), in front of ``server`` (an ``http://`` URL).
 
     ``faults`` are tried in their order; the first that picks a request decides. ``on_request(request)`` is called
     before anything happens to a request, in the thread of its connection: to kill a process at the n-th request, say.
@@ -111,6 +111,7 @@ class FaultProxy:
         faults: Iterable[At | Where] = (),
         latency_s: float = 0.0,
         on_request: Callable[[Request], None] | None = None,
+        port: int = 0,
     ) -> None:
         parts = urlsplit(server)
         if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
@@ -128,7 +129,7 @@ class FaultProxy:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._sockets: set[socket.socket] = set()
-        self._listener = _Listener(("127.0.0.1", 0), _Handler)
+        self._listener = _Listener(("127.0.0.1", port), _Handler)
         self._listener.proxy = self
         self.url = f"http://127.0.0.1:{self._listener.server_address[1]}"
         self._thread = threading.Thread(

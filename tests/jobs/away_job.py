@@ -1,7 +1,8 @@
-"""A training script whose run goes away: each rank notes which rows each step used, and prints where it goes on.
+"""A training script whose run or store goes away: each rank notes which rows each step used, and prints where it goes
+on, which steps were saved, and when `manager.step` held it up for more than half a second.
 
 The environment has ``TABLE``, ``RUN``, ``OPTIONS`` (of the store, as JSON), ``MANAGER`` (arguments, as JSON), ``NOTES``
-and ``HURRY``: a step takes a while until this file is there.
+and ``HURRY``: a step takes ``STEP_S`` until this file is there.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ def main() -> None:
     state = {"model": model, "optimizer": optimizer, "reader": loader}
     options = json.loads(os.environ["OPTIONS"]) or None
     arguments = json.loads(os.environ["MANAGER"])
+    rank = os.environ.get("RANK", "0")
+    arguments["on_save"] = lambda saved: print(f"rank {rank} has saved step {saved.step}", flush=True)
     with lakeckpt.CheckpointManager(os.environ["RUN"], state, storage_options=options, **arguments) as manager:
         step = manager.restore()
         report = manager.restore_report
         assert report is not None
         os.environ["ATTEMPT"] = str(report.attempt)
-        print(f"rank {os.environ.get('RANK', '0')} goes on at step {step} of attempt {report.attempt}", flush=True)
+        print(f"rank {rank} goes on at step {step} of attempt {report.attempt}", flush=True)
         if loader.epoch == 0:
             for batch in loader:
                 loss = model(batch["x"][:, None]).square().sum()
@@ -47,9 +50,12 @@ def main() -> None:
                 optimizer.step()
                 step += 1
                 note(step, batch["id"].tolist())
+                begin_s = time.monotonic()
                 manager.step(batch)
+                if (took_s := time.monotonic() - begin_s) > 0.5:
+                    print(f"rank {rank} was held up from {begin_s:.1f} for {took_s:.1f} s", flush=True)
                 if not Path(os.environ["HURRY"]).exists():
-                    time.sleep(0.1)
+                    time.sleep(float(os.environ["STEP_S"]))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lakeckpt.checkpoint.report import RetentionWarning
+from lakeckpt.checkpoint.report import RetentionWarning, SaveWarning
 from lakeckpt.errors import LakeckptError
 from tests.faults.fault_proxy import At, FaultProxy, HttpFault, Request, Where
 from tests.jobs.s3_job import ROWS, counted, train
@@ -100,13 +100,17 @@ def faulted(place: Place, n: int, fault: HttpFault) -> None:
 
 def deserted(place: Place, n: int) -> None:
     """A job whose store goes away at the n-th request, for good; the next attempt finds it again."""
-    run = place.run()
+    run, ended = place.run(), False
     with FaultProxy(place.endpoint, faults=[Where(lambda request: request.n >= n, HttpFault.LOST_ANSWER)]) as proxy:
-        # What only clears up may fail, and the job succeed.
         with contextlib.suppress(LakeckptError), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RetentionWarning)
+            warnings.simplefilter("ignore", RetentionWarning)  # what only clears up may fail, and the job succeed
+            warnings.simplefilter("ignore", SaveWarning)  # a save by policy may fail, and the last one raises
             train(place.lake, run, {**place.options(proxy), "total_s": 0.001})
+            ended = True
         assert proxy.injected, n
+    if ended:
+        with FaultProxy(place.endpoint) as proxy:
+            assert counted(run, place.options(proxy), place.lake) == [1] * ROWS, n
     finish(place, run, n)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lakeckpt.errors import SchemaError
 from lakeckpt.lake.parquet.types import plain_type
 from lakeckpt.lake.table.partitions import partition_columns
-from lakeckpt.lake.table.schema import table_schema
+from lakeckpt.lake.table.schema import check_agreed, table_schema
 
 
 def values(paths: list[str]) -> dict[str, list[object]]:
@@ -89,11 +89,13 @@ def test_columns_are_widened_added_and_become_nullable_where_a_file_lacks_them()
     assert nulls.field("a").type == pa.string()
 
 
-def test_files_that_cannot_agree_are_both_named() -> None:
+def test_files_that_cannot_agree_are_both_named_when_the_column_is_read() -> None:
     fine = pa.schema([("x", pa.int8()), ("a", pa.int32())])
     files = [("1.parquet", fine), ("2.parquet", fine), ("3.parquet", pa.schema([("a", pa.list_(pa.string()))]))]
+    schema = table_schema(files, [])
+    check_agreed(schema, ["x"])
     with pytest.raises(SchemaError, match=r"'a' is int32 in '1.parquet', but list<.*> in '3.parquet'"):
-        table_schema(files, [])
+        check_agreed(schema, ["x", "a"])
 
 
 def test_partition_columns_come_last_and_stand_for_a_files_own() -> None:

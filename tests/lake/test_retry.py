@@ -43,15 +43,32 @@ def test_a_call_ends_when_its_time_is_over() -> None:
     assert 55.0 <= outage.now_s <= 60.0
 
 
-def test_calls_after_one_that_failed_take_at_most_a_ninth_of_the_time_since() -> None:
+def test_calls_after_one_that_failed_take_at_most_a_ninth_of_the_time_since_and_the_time_of_one_attempt() -> None:
     outage = Outage(1e9)
     retrier = outage.retrier()
-    for wait_s, most_s in ((0.0, 60.0), (0.0, 0.0), (9.0, 1.0), (300.0, 300 / 9), (900.0, 60.0)):
+    for wait_s, most_s in ((0.0, 60.0), (0.0, 0.0), (9.0, 1.0), (63.0, 7.0), (300.0, 15.0), (900.0, 15.0)):
         outage.now_s += wait_s
         begun_s = outage.now_s
         with pytest.raises(StorageError):
             retrier.call("cannot read", outage.attempt)
         assert outage.now_s - begun_s <= most_s
+
+
+def test_a_store_that_hangs_is_asked_once_by_calls_after_one_that_failed() -> None:
+    outage = Outage(1e9)
+    retrier, asked = outage.retrier(), list[float]()
+
+    def hangs() -> NoReturn:
+        asked.append(outage.now_s)
+        outage.now_s += 15.0
+        raise Retryable("no whole answer in time", errno=110)
+
+    for wait_s, attempts in ((0.0, 4), (20.0, 1), (300.0, 1), (900.0, 1)):
+        outage.now_s += wait_s
+        before = len(asked)
+        with pytest.raises(StorageError, match="no whole answer"):
+            retrier.call("cannot read", hangs)
+        assert len(asked) - before == attempts
 
 
 @pytest.mark.parametrize("answer", ["a value", "a refusal"])

@@ -5,6 +5,7 @@ import errno
 import gc
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 
 from lakeckpt.errors import ConfigError, DataFileChanged, DataFileDamaged, SchemaError, StorageError
 from lakeckpt.lake.formats.dispatch import open_table
+from lakeckpt.lake.parquet.kept_footers import kept_footers
 from lakeckpt.lake.storage.base import Storage
+from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns.convert import convert
 from lakeckpt.reading.columns.ragged import to_pylist
 from lakeckpt.reading.windows.decode import RowGroupDecoder, select_columns
@@ -246,18 +249,40 @@ def test_a_file_that_could_not_be_decoded_can_be_written_again_at_once(tmp_path:
     assert decoder.decode(0, 0, table.num_rows).equals(table)
 
 
-def test_few_files_stay_open_and_those_used_last(tmp_path: Path) -> None:
+def test_no_file_stays_open_and_each_footer_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = write_ids(tmp_path, [[1, 1], [1], [1], [1]])
-    decoder = RowGroupDecoder(table, open_files=2)
-    opened = []
-    for group in (0, 2, 1, 3, 0):  # row groups 0 and 1 are of one file
-        decoder.decode(group, 0, 1)
-        opened.append(files_open_below(tmp_path))
-    assert opened == [1, 2, 2, 2, 2]
-    decoder.close()
-    assert files_open_below(tmp_path) == 0
-    assert decoder.decode(0, 0, 1).num_rows == 1
-    decoder.close()
+    read, footer = [], Table.footer
+    monkeypatch.setattr(Table, "footer", lambda self, file: (read.append(file), footer(self, file))[1])
+    for storage in (table.storage, CountingStorage(table.storage)):
+        kept_footers.forget()
+        decoder = RowGroupDecoder(replace(table, storage=storage), open_files=1)
+        for group in (0, 2, 1, 3, 4, 0):  # row groups 0 and 1 are of one file
+            decoder.decode(group, 0, 1)
+            assert files_open_below(tmp_path) == 0
+        decoder.close()
+        assert decoder.decode(0, 0, 1).num_rows == 1
+        decoder.close()
+    assert read == [0, 1, 2, 3] * 2
+
+
+def test_a_local_file_that_another_one_replaced_is_noticed_though_its_footer_is_kept(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "a" / "0.parquet", [pa.table({"id": [1, 2]})] * 2)
+    other = write_file(tmp_path / "b" / "0.parquet", [pa.table({"id": [1, 3]})] * 2)
+    table, copy = open_table(path.parent), tmp_path / "copy"
+    copy.write_bytes(path.read_bytes())
+    assert other.stat().st_size == path.stat().st_size
+    decoder = RowGroupDecoder(table)
+    assert decoder.decode(0, 0, 2).num_rows == 2
+    os.replace(copy, path)  # the same bytes, as a new file
+    assert decoder.decode(1, 0, 2).num_rows == 2
+    os.replace(other, path)
+    for reader in (decoder, RowGroupDecoder(table)):
+        with pytest.raises(DataFileChanged, match="another footer"):
+            reader.decode(1, 0, 2)
+
+
+def test_the_number_of_files_that_a_decoder_knows_is_checked(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[1]])
     with pytest.raises(ConfigError, match="open_files must be at least 1, got 0"):
         RowGroupDecoder(table, open_files=0)
 
@@ -313,7 +338,7 @@ def test_a_file_cut_while_it_is_open_has_changed(tmp_path: Path) -> None:
     decoder = RowGroupDecoder(open_table(tmp_path))
     decoder.decode(0, 0, 1)
     os.truncate(path, pages(path, 1, 0)[0] + 10)
-    with pytest.raises(DataFileChanged, match=r"'a\.parquet' no longer ends as it did: it was cut"):
+    with pytest.raises(DataFileChanged, match=r"'a\.parquet' has \d+ bytes, not \d+"):
         decoder.decode(1, 0, 1)
 
 
@@ -422,11 +447,11 @@ def test_a_process_without_file_descriptors_left_is_told_to_raise_its_limit(
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "a.parquet")
     decoder = RowGroupDecoder(open_table(tmp_path))
 
-    def no_file(path: str) -> Any:
+    def no_file(path: str, *_: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files", path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pa, "OSFile", no_file)
+        patch.setattr("lakeckpt.lake.table.table.FileIO", no_file)
         with pytest.raises(StorageError, match=r"no file descriptor is left to open 'a\.parquet'.*ulimit -n"):
             decoder.decode(0, 0, 2)
     assert decoder.decode(0, 0, 2).num_rows == 2

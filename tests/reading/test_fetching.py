@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from lakeckpt.errors import DataFileChanged, DataFileDamaged, StorageError
 from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.parquet import prefetch as fetching
+from lakeckpt.lake.parquet.kept_footers import kept_footers
 from lakeckpt.lake.parquet.ranges import THREADS
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.table import Table
@@ -104,6 +105,7 @@ def test_no_more_than_the_bytes_allowed_are_held_ahead(tmp_path: Path) -> None:
     probe = RowGroupDecoder(stored(table, note), ["id"])
     probe.decode(0, 0, 1)
     size = next(iter(probe._prefetcher._state.files.values())).result().plan(0).size_bytes
+    kept_footers.forget()
     decoder = RowGroupDecoder(stored(table, note), ["id"], ahead_bytes=2 * size + size // 2)
     while came.acquire(blocking=False):
         pass
@@ -197,6 +199,7 @@ def test_damage_that_was_fetched_ahead_is_raised_only_after_a_second_read(tmp_pa
     write_file(tmp_path / "a.parquet", [pa.table({"id": range(2000)})], write_page_checksum=True)
     table = open_table(tmp_path)
     for faults, is_damaged in (([2], False), ([2, 4], True)):  # the first and the third read are of the footer
+        kept_footers.forget()
         storage = FaultyStorage(table.storage, fail_at={("read", call): Fault.FLIPPED for call in faults})
         decoder = RowGroupDecoder(replace(table, storage=storage))
         decoder.expect([0])

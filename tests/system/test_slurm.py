@@ -57,6 +57,21 @@ def test_a_job_that_is_preempted_and_then_warned_is_requeued_and_repeats_no_step
     assert len({step for _, step in steps}) == len(set(steps)), f"steps ran twice: {sorted(steps)}"
 
 
+def test_a_job_whose_run_is_away_when_it_is_requeued_waits_for_it_and_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+    job, number = submitted(slurm, tmp_path, {"arenas": str(tmp_path / "arenas")})
+    job.wait_for_steps(8)
+    run, kept = job.folder / "run", job.folder / "kept"
+    run.rename(kept)
+    slurm.ask("scontrol", "requeue", number)
+    wait(lambda: "lists no run, but this job has begun a run there before" in job.text(), job.text)
+    assert not run.exists()
+    kept.rename(run)
+    job.hurry()
+    slurm.wait_for(number, "COMPLETED")
+    job.check_every_row_counted_once(attempts=2)
+    assert min(line["step"] for line in job.lines() if line["attempt"]) > 5, job.text()
+
+
 def test_a_job_that_is_cancelled_is_not_requeued(slurm: Slurm, tmp_path: Path) -> None:
     job, number = submitted(slurm, tmp_path)
     job.wait_for_steps(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,8 +15,10 @@ import pytest
 import torch.distributed as dist
 
 from lakeckpt.errors import MissingRanksError
+from lakeckpt.tracking import peers
 from lakeckpt.tracking.exchange import Exchange, StoreExchange, exchange_of_group
-from lakeckpt.tracking.notes import STOPPED, Note
+from lakeckpt.tracking.notes import LEFT, STOPPED, Note
+from lakeckpt.tracking.peers import PROCESS, Peers, own_process
 from lakeckpt.tracking.rounds import answer_to_bytes, tally_from_bytes
 from lakeckpt.tracking.tally import Tally
 from tests.patience import PATIENCE_S
@@ -183,12 +186,42 @@ def test_rank_0_may_come_late_and_then_wait_as_long_for_another(pool: ThreadPool
     assert [len(one.result(PATIENCE_S).facts["rank"]) for one in begun] == [3, 3, 3]
 
 
+@pytest.mark.parametrize("key", [STOPPED, LEFT])
 @pytest.mark.parametrize("stops", [0, 2])
-def test_nobody_waits_for_a_rank_that_has_stopped(stops: int, pool: ThreadPoolExecutor) -> None:
+def test_nobody_waits_for_a_rank_that_has_stopped(stops: int, key: str, pool: ThreadPoolExecutor) -> None:
     job = Job(3, pool)
     begun = job.begin(*({0, 1, 2} - {stops}))
-    job.ranks[stops].publish(STOPPED, Note(rank=stops, error="checkpoint: the cause").to_bytes())
+    job.ranks[stops].publish(key, Note(rank=stops, error="checkpoint: the cause").to_bytes())
     assert {missing(one) for one in begun} == {f"rank {stops} has stopped: the cause"}
+
+
+@pytest.mark.parametrize(("dies", "watches"), [(0, 1), (0, 2), (1, 0), (1, 2)])
+def test_nobody_waits_for_a_rank_whose_process_has_ended_on_the_node_of_another(
+    dies: int, watches: int, pool: ThreadPoolExecutor
+) -> None:
+    job = Job(3, pool)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        stated = [{PROCESS: own_process()} for _ in range(3)]
+        stated[dies] = {PROCESS: f"{peers._node()} {process.pid}"}
+        job.ranks[watches]._peers = Peers(Tally.of(stated), rank=watches)
+        begun = job.begin(*({0, 1, 2} - {dies}))
+        assert not any(one.done() for one in begun)
+        process.kill()
+        cause = f"rank {dies} has stopped: the process of rank {dies} has ended: see its log"
+        assert {missing(one) for one in begun} == {cause}
+    job.ranks[watches].close()
+
+
+def test_a_process_that_ends_after_a_rank_has_left_is_no_failure(pool: ThreadPoolExecutor) -> None:
+    job = Job(2, pool)
+    job.ranks[1].publish(LEFT, Note(rank=1, error="save_failed: it is over").to_bytes())
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        stated = [{PROCESS: own_process()}, {PROCESS: f"{peers._node()} {process.pid}"}]
+        job.ranks[0]._peers = Peers(Tally.of(stated), rank=0)
+        process.kill()
+        process.wait()
+        assert job.ranks[0].ended() == 1 and job.ranks[0].peek(STOPPED) is None
+        job.ranks[0].close()
 
 
 def test_a_rank_that_stops_after_its_facts_keeps_nobody_from_the_round(pool: ThreadPoolExecutor) -> None:

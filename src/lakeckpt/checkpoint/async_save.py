@@ -31,7 +31,7 @@ from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.keep import checked_metric
 from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.indexes import documents_of
+from lakeckpt.checkpoint.persist.indexes import Document, documents_of_all
 from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks, Saved
 from lakeckpt.errors import (
     ArenaError,
@@ -121,7 +121,7 @@ class Background:
         try:
             if self._capture(*self._last, must=False):
                 self._has_reported = False
-                self._send_documents()  # this cut may be that of a final save
+                self._send_documents(self._documents())  # this cut may be that of a final save
         except ArenaError as error:
             if not self._has_reported:
                 self._has_reported, failure = self._has_had_arena, self._without_arena(step, error)
@@ -140,11 +140,12 @@ class Background:
         failure: Exception | None = None
         try:
             pending = self._pending_of(step)
+            documents = self._documents()  # the readers forget versions that they have left once all is handed over
             self._journal.handed_over(pending, step)  # on all ranks, also where one of them fails below
             if any(not one.is_ordered for one in self._pending.values()):
                 self._engine.finish()  # all ranks order a save before the next one
                 self._order_ready()
-            self._send_documents()
+            self._send_documents(documents)
             good = checked_metric(metric)
             captured = self._has_captured(step) or self._capture(step, pending, must=True, patient=patient)
             self._count_missed(step, captured)
@@ -223,9 +224,11 @@ class Background:
             self._agent.wait(_NOTHING_SPARE_S)
             self._read_outcomes()
 
-    def _send_documents(self) -> None:
-        """Send the documents of the tables that are read now, if the agent does not have them. It asks no store."""
-        every = {path: one for track in self._tracks.values() for path, one in documents_of(track.reader).items()}
+    def _documents(self) -> dict[str, Document]:
+        return documents_of_all([track.reader for track in self._tracks.values()])
+
+    def _send_documents(self, every: Mapping[str, Document]) -> None:
+        """Send the documents of the tables that are read, if the agent does not have them. It asks no store."""
         if self._exchange.rank == 0 and every.keys() != self._sent:
             self._agent.keep(Documents(data={path: one.dumps() for path, one in every.items()}))
             self._sent = set(every)

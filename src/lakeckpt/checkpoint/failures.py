@@ -27,7 +27,7 @@ from lakeckpt.errors import (
     UnsupportedValue,
 )
 from lakeckpt.lake.storage.base import Storage, is_lasting
-from lakeckpt.tracking.notes import STOPPED, Note, error_from_text, error_to_text
+from lakeckpt.tracking.notes import LEFT, STOPPED, Note, error_from_text, error_to_text
 from lakeckpt.tracking.waiting import Waiter
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ListeningWaiter",
     "leave_note",
+    "note_left",
     "note_stop",
     "noted_failure",
     "noted_stop",
@@ -115,9 +116,16 @@ def note_stop(exchange: Exchange, error: BaseException, *, first: int = 0) -> No
     _leave(exchange, STOPPED, Note(rank=exchange.rank, error=error_to_text(error), first=first))
 
 
-def noted_stop(exchange: Exchange) -> tuple[int, LakeckptError] | None:
-    """Return the number of the first save in which a rank that has stopped takes no part, and why it stopped."""
-    found = exchange.peek(STOPPED)
+def note_left(exchange: Exchange, step: int, *, first: int) -> None:
+    """Leave a note in the exchange that this rank ends well, and takes part in no save from number ``first`` on."""
+    text = f"it closed its manager after step {step}. Let the loops of all ranks end at one step"
+    _leave(exchange, LEFT, Note(rank=exchange.rank, error=error_to_text(SaveFailed(text)), first=first))
+
+
+def noted_stop(exchange: Exchange, *, well: bool = True) -> tuple[int, LakeckptError] | None:
+    """Return the number of the first save in which a rank that has stopped takes no part, and why it stopped.
+    ``well``: also if it ended well."""
+    found = exchange.peek(STOPPED) or (exchange.peek(LEFT) if well else None)
     if found is None:
         return None
     note = Note.from_bytes(found)

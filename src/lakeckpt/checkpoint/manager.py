@@ -20,7 +20,7 @@ from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
-from lakeckpt.checkpoint.failures import note_stop
+from lakeckpt.checkpoint.failures import note_left, note_stop
 from lakeckpt.checkpoint.keep import Keep, held_metric
 from lakeckpt.checkpoint.opening import checked_place, open_saves, place_of
 from lakeckpt.checkpoint.outage import Outage
@@ -74,7 +74,8 @@ class CheckpointManager:
         timeout_s: how long a rank waits for another one in a save or restore, in seconds.
         save_on: signals, such as ``("SIGTERM", "SIGUSR1")``. When one reaches some rank, all ranks save the next cut,
             and `step` raises SystemExit with 128 + its number (143 for SIGTERM). Where a rank has come to no cut
-            ``grace_s`` seconds later, or is gone, all end at once and save nothing; agents persist what was captured.
+            ``grace_s`` seconds later (default: three usual steps, at least 15 s), or is gone, all end at once and save
+            nothing; agents persist what was captured.
         requeue: ``"slurm"``: rank 0 then runs ``scontrol requeue``, but not where a rank is gone.
         on_save: called with the `CheckpointInfo` of each checkpoint that this manager commits, on the training thread.
         fail_after: for how long failed saves by policy are warnings, from the first of them on: seconds, or a
@@ -105,7 +106,7 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         timeout_s: float = 600.0,
         save_on: Collection[str] = (),
-        grace_s: float = 15.0,
+        grace_s: float | None = None,
         requeue: Literal["slurm"] | None = None,
         on_save: Callable[[CheckpointInfo], object] | None = None,
         fail_after: float | timedelta = 3600.0,
@@ -343,6 +344,8 @@ class CheckpointManager:
                     self._saves.close(well=well)
                 if self._keeper is not None:
                     self._keeper.end()
+                if well:  # no rank that is behind waits for this one
+                    note_left(self._exchange, self._step, first=self._saves.attempt.saves if self._saves else 0)
             finally:
                 self._presence.close()
                 self._exchange.close()

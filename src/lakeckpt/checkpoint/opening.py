@@ -17,7 +17,7 @@ from lakeckpt.checkpoint.agent.orders import Begin
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.capture.engine import CaptureEngine, warn_of_others
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
@@ -134,6 +134,7 @@ def _open_agent(
     counters: RunCounters | None,
 ) -> tuple[CaptureEngine, AgentLink, Generations]:
     """Start what captures ``objects``, and the agent that persists captures."""
+    warn_of_others(objects)
     place.arenas.make()
     digest = digest_of_run(attempt.run, place.storage)
     identity = identity_of(digest, rank=exchange.rank, world_size=exchange.world_size)

@@ -58,6 +58,7 @@ class Saver:
         journal: Journal,
     ) -> None:
         self._publisher = publisher
+        self.attempt = publisher.attempt
         self._storage = storage
         self._exchange = exchange
         self._objects = objects

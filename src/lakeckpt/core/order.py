@@ -226,12 +226,13 @@ class EpochLayout:
         """
         groups, rows = np.empty_like(positions), np.empty_like(positions)
         ascending = np.argsort(positions, kind="stable")
+        ordered = positions[ascending]
         done = 0
         while done < len(positions):
-            window = self.window_at(int(positions[ascending[done]]))
-            upto = int(np.searchsorted(positions[ascending], window.stop, side="left"))
+            window = self.window_at(int(ordered[done]))
+            upto = int(np.searchsorted(ordered, window.stop, side="left"))
             here = ascending[done:upto]
-            offsets = positions[here] - window.start
+            offsets = ordered[done:upto] - window.start
             permuted = window.permutation()
             offsets = offsets if permuted is None else permuted[offsets]
             ends = np.cumsum([fragment.rows for fragment in window.fragments])

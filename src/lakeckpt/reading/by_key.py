@@ -9,6 +9,7 @@ differ, of both versions, are held in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import numpy as np
 import pyarrow as pa
@@ -70,16 +71,15 @@ def _places(file: int, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> pa.T
 def _keys(table: Table, groups: Sequence[int], key: list[str], advance: Callable[[], None]) -> pa.Table:
     """Return the key, the file and the stored row of each existing row of ``groups``. `TableError`: it is no key."""
     index, schema = table.index, pa.schema([table.schema.field(name) for name in key])
-    decoder = RowGroupDecoder(table, key)
     parts = []
-    for group in groups:
-        values = decoder.decode(group, 0, int(index.group_rows[group])).cast(schema)
-        left, start = index.surviving(group), index.stored_start(group)
-        inside = np.arange(index.stored_rows[group]) if left is None else np.flatnonzero(left)
-        where = _places(index.group(group)[0], start + inside)
-        parts.append(pa.Table.from_arrays([*values.columns, *where.columns], names=[*key, _FILE, _ROW]))
-        advance()
-    decoder.close()
+    with closing(RowGroupDecoder(table, key)) as decoder:
+        for group in groups:
+            values = decoder.decode(group, 0, int(index.group_rows[group])).cast(schema)
+            left, start = index.surviving(group), index.stored_start(group)
+            inside = np.arange(index.stored_rows[group]) if left is None else np.flatnonzero(left)
+            where = _places(index.group(group)[0], start + inside)
+            parts.append(pa.Table.from_arrays([*values.columns, *where.columns], names=[*key, _FILE, _ROW]))
+            advance()
     found = pa.concat_tables([pa.schema([*schema, *_WHERE]).empty_table(), *parts], promote_options="permissive")
     text = f"{index.version} of {table.uri!r}"
     for name in key:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from lakeckpt.errors import LakeckptError, MissingRanksError
-from lakeckpt.tracking.notes import STOPPED, Note
+from lakeckpt.tracking.notes import LEFT, STOPPED, Note, error_to_text
+from lakeckpt.tracking.peers import PROCESS, Peers, own_process
 from lakeckpt.tracking.rounds import Rounds, answer_to_bytes, facts_from_bytes, tally_from_bytes
 from lakeckpt.tracking.tally import Tally, name_ranks, ranks_of
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter, poll
@@ -55,6 +56,10 @@ class Exchange(Rounds):
         """
         raise NotImplementedError
 
+    def ended(self) -> int | None:
+        """Return a rank of this node whose process has ended; None if none is known. Any thread may call it."""
+        return None
+
     def close(self) -> None:
         """Remove the keys of the last round; no round follows. May be called again, and never raises."""
 
@@ -76,10 +81,11 @@ class StoreExchange(Exchange):
         self._name = uuid4().hex
         self._answers: list[str] = []  # keys of answers that are still in the store
         self._is_gone = False
+        self._peers: Peers | None = None
         if rank:
             self._name = self._ask_for_the_name()
         self._store = PrefixStore(self._name, store)
-        self.everyone({})
+        self._peers = Peers(self.everyone({PROCESS: own_process()}), rank=rank)
 
     # --- meeting: the store may hold keys of ranks that have died, as torchrun keeps it while it starts ranks again
 
@@ -146,7 +152,7 @@ class StoreExchange(Exchange):
             if self._store.check([_answer(number)]):
                 found: bytes = self._store.get(_answer(number))
                 return found
-            self._refuse_stopped(lambda: [0])
+            self._refuse_stopped(lambda: [] if self._store.check([_answer(number)]) else [0])
             return None
 
         with _reaching_the_store():
@@ -161,11 +167,23 @@ class StoreExchange(Exchange):
         return poll(look, waiter=self._waiter, timeout_s=patience * self._timeout_s, longest_s=_PAUSE_S)
 
     def _refuse_stopped(self, absent: Callable[[], list[int]]) -> None:
-        """Raise if one of the ranks that are waited for has stopped."""
-        if self._store.check([STOPPED]):
-            note = Note.from_bytes(self._store.get(STOPPED))
-            if note.rank in absent():
-                raise MissingRanksError(f"rank {note.rank} has stopped: {note.cause}")
+        """Raise if one of the ranks that are waited for has stopped. A rank may do its part and then stop."""
+        self._note_ended()
+        for key in (STOPPED, LEFT):
+            if self._store.check([key]):
+                note = Note.from_bytes(self._store.get(key))
+                if note.rank in absent():
+                    raise MissingRanksError(f"rank {note.rank} has stopped: {note.cause}")
+
+    def _note_ended(self) -> None:
+        """Leave the note of a rank whose process has ended without one. After a rank has left, the others may end."""
+        if (rank := self.ended()) is not None and not any(self._store.check([key]) for key in (STOPPED, LEFT)):
+            error = MissingRanksError(f"the process of rank {rank} has ended: see its log")
+            _set(self._store, STOPPED, Note(rank=rank, error=error_to_text(error)).to_bytes())
+
+    def ended(self) -> int | None:
+        """See `Exchange`."""
+        return None if self._peers is None else self._peers.ended()
 
     def _missing(self, ranks: Sequence[int]) -> MissingRanksError:
         return MissingRanksError(
@@ -190,6 +208,8 @@ class StoreExchange(Exchange):
         if self._is_gone:
             return None
         try:
+            if key == STOPPED:
+                self._note_ended()
             return self._store.get(key) if self._store.check([key]) else None
         except RuntimeError:
             self._is_gone = True
@@ -201,7 +221,7 @@ class StoreExchange(Exchange):
         def look() -> bool | None:
             if self._store.check([key]):
                 return True
-            self._refuse_stopped(lambda: [0])
+            self._refuse_stopped(lambda: [] if self._store.check([key]) else [0])
             return None
 
         with _reaching_the_store():
@@ -216,6 +236,8 @@ class StoreExchange(Exchange):
     def close(self) -> None:
         """See `Exchange`. Rank 0, whose process may host the store, waits a moment for ranks that have not read the
         last answer yet."""
+        if self._peers is not None:
+            self._peers.close()
         if self.rank or not self._answers:
             return
         last = [_message(self._round - 1, rank) for rank in range(1, self.world_size)]

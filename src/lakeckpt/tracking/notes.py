@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from lakeckpt.errors import CheckpointError, LakeckptError, StorageError, TrackingError, error_of
 
-__all__ = ["STOPPED", "Note", "error_from_text", "error_to_text"]
+__all__ = ["LEFT", "STOPPED", "Note", "error_from_text", "error_to_text"]
 
 STOPPED = "stopped"
 """The key of the note of a rank that takes part in no further round: ranks that wait for it stop waiting."""
+LEFT = "left"
+"""As `STOPPED`, of a rank that has closed its manager well: its process may end, and nothing has failed."""
 _MOST_BYTES = 4000
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import lakeckpt
 from lakeckpt.checkpoint.ledger.audit import audit
-from lakeckpt.checkpoint.preemption import peers
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.tracking import peers
 from tests.patience import PATIENCE_S
 from tests.tracking.processes import FORKS
 

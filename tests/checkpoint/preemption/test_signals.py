@@ -68,6 +68,92 @@ def test_the_step_after_a_signal_saves_and_exits_with_its_status() -> None:
         assert saver.restore() == 1
 
 
+class Clock:
+    """A clock that moves when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(preemption, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("capture_every", [None, 1])
+def test_a_step_that_takes_minutes_is_saved_after_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, capture_every: int | None
+) -> None:
+    ended: list[preemption.Obstacle] = []
+    monkeypatch.setattr(preemption.Preemption, "_end", lambda self, obstacle: ended.append(obstacle))
+    objects = training()
+    options = {} if capture_every is None else {"capture_every": capture_every, "arenas": tmp_path / "arenas"}
+    saver = CheckpointManager(tmp_path / "run", objects, save_on="SIGUSR1", persist_every=10**9, **options)
+
+    def train() -> None:
+        with saver:
+            saver.restore()
+            for step in range(5):
+                if step == 4:
+                    signal.raise_signal(signal.SIGUSR1)
+                    saver._preemption._got.wait()
+                clock.now_s += 90 if step < 4 else 200  # the last step evaluates, too
+                with saver._preemption._changed:
+                    saver._preemption._changed.notify_all()
+                train_step(objects)
+                saver.step()
+
+    with pytest.raises(SystemExit):
+        train()
+    assert ended == [] and CheckpointManager(tmp_path / "run", {}).latest().step == 5
+
+
+def test_the_grace_is_three_usual_steps_and_at_least_15_s_unless_it_was_given(clock: Clock) -> None:
+    for asked_s, step_s, grace_s in ((None, 0.1, 15.0), (None, 5.0, 15.0), (None, 40.0, 120.0), (7.0, 40.0, 7.0)):
+        objects = training()
+        with manager(MemoryStorage(), objects, save_on="SIGUSR1", grace_s=asked_s) as saver:
+            saver.restore()
+            assert saver._preemption.grace_s == (asked_s or 15.0), "no step is known"
+            for step in range(12):
+                clock.now_s += step_s * (100 if step == 7 else 1)  # an evaluation is no usual step
+                train_step(objects)
+                saver.step()
+            with saver._preemption.busy():  # nor is a save
+                clock.now_s += 1e6
+            clock.now_s += step_s
+            saver.step()
+            assert saver._preemption.grace_s == pytest.approx(grace_s)
+            assert max(list(saver._preemption._steps_s)[-4:]) == pytest.approx(step_s)
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "step_s", "level", "said"),
+    [
+        (None, 1.0, "INFO", "has 15 s to its next cut, and its steps usually take 1 s"),
+        (None, 40.0, "WARNING", "has 120 s to its next cut, and its steps usually take 40 s"),
+        (15.0, 40.0, "WARNING", "has 15 s to its next cut, and its steps usually take 40 s"),
+        (300.0, 40.0, "INFO", "has 300 s to its next cut, and its steps usually take 40 s"),
+    ],
+)
+def test_how_long_a_loop_has_after_a_signal_is_said_once_when_its_steps_are_known(
+    clock: Clock, caplog: pytest.LogCaptureFixture, asked_s: float | None, step_s: float, level: str, said: str
+) -> None:
+    caplog.set_level("INFO", "lakeckpt")
+    with manager(MemoryStorage(), objects := training(), save_on="SIGUSR1", grace_s=asked_s) as saver:
+        saver.restore()
+        for _ in range(25):
+            clock.now_s += step_s
+            train_step(objects)
+            saver.step()
+    [line] = [one for one in caplog.records if "after a signal" in one.getMessage()]
+    assert line.levelname == level and said in line.getMessage()
+
+
 def test_a_signal_that_nobody_has_acted_on_goes_to_the_handler_of_before() -> None:
     got: list[int] = []
     saver = manager(MemoryStorage(), training(), save_on="SIGUSR1")
@@ -87,7 +173,7 @@ def test_a_signal_that_nobody_has_acted_on_goes_to_the_handler_of_before() -> No
     [
         ({"save_on": ("SIGKILL",)}, "save_on names signals, some of SIGTERM, SIGINT, .*, got 'SIGKILL'"),
         ({"save_on": (15,)}, "save_on names signals, .*, got 15"),
-        ({"save_on": NAMES, "grace_s": 0}, "grace_s is a positive number of seconds, got 0"),
+        ({"save_on": NAMES, "grace_s": 0}, "grace_s is a positive number of seconds, or None, got 0"),
         ({"save_on": NAMES, "requeue": "pbs"}, "requeue is 'slurm' or None, got 'pbs'"),
         ({"requeue": "slurm"}, "requeue='slurm' acts on a signal: name the signals"),
         ({"save_on": NAMES, "requeue": "slurm"}, "requeue='slurm' needs SLURM_JOB_ID"),

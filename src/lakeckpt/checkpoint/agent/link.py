@@ -154,6 +154,11 @@ class AgentLink:
             self._look()
         self._end()
 
+    def __del__(self) -> None:
+        """Hang up if nobody closed the link: the agent then does as for a trainer that died."""
+        if getattr(self, "_child", None) is not None and os.getpid() == self._process:
+            self._end()
+
     # --- the process
 
     def _start(self) -> None:

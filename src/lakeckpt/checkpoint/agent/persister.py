@@ -168,7 +168,7 @@ class Persister:
             try:
                 found = self._persisted(order, held)
             except Exception as error:
-                found = save_failed(str(error), error) if isinstance(error, StorageError) else error
+                found = save_failed(str(error), error) if isinstance(error, OSError) else error
                 self._note(order, found)
         self._order = None
         self._dropped.pop((order.step, order.number), None)

@@ -9,15 +9,18 @@ A cut is skipped if the arena does not exist yet, if the capture before is still
 captures), if no generation is free, or if a device has no memory for a copy of its early tensors. A generation never
 mixes two cuts: a capture during which a tensor changed is dropped, and the next call raises `UnannouncedChange`.
 
-The first cut starts the copier; `close` stops and joins it. The engine never communicates and never writes to storage.
+The first cut starts the copier; `close` stops and joins it, and an engine that is never closed ends it when nobody
+holds the engine any more. The engine never communicates and never writes to storage.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -30,7 +33,7 @@ from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph
+from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph, owners
 from lakeckpt.checkpoint.capture.job import Copier, Job
 from lakeckpt.checkpoint.capture.links import Link, open_link
 from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
@@ -41,7 +44,7 @@ from lakeckpt.checkpoint.report import CaptureWarning
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import AgentError, ConfigError, LakeckptError, SaveFailed
 
-__all__ = ["CaptureEngine"]
+__all__ = ["CaptureEngine", "warn_of_others"]
 
 _REMEMBERED = 1000
 """The reason why a capture was dropped is kept for so many steps."""
@@ -93,8 +96,9 @@ class CaptureEngine:
             generations=generations,
             joins=slice_bytes is None and not self._gate.paces,
         )
-        self._planner = Planner(dict(objects), slice_bytes=slice_bytes)
-        self._step_fence = StepFence(self.fence, lambda: self._planner.late)
+        self._objects = dict(objects)
+        self._planner = Planner(self._objects, slice_bytes=slice_bytes)
+        self._step_fence = StepFence(self.fence, self._late)
         self._linked: CapturePlan | None = None  # the plan whose devices have links
         self._linked_bytes = 0
         self._checksummer = checksummer
@@ -112,6 +116,7 @@ class CaptureEngine:
         self._copier = Copier()
         self._closed = False
         self._process = os.getpid()
+        weakref.finalize(self, _release, self._process, self._step_fence, self._copier, self._store).atexit = False
 
     # --- what a manager calls
 
@@ -224,6 +229,9 @@ class CaptureEngine:
         self._store.close()
 
     # --- a cut, on the training thread
+
+    def _late(self) -> Mapping[str, torch.Tensor]:
+        return self._planner.late
 
     def _fence(self) -> None:
         job = self._current
@@ -362,6 +370,29 @@ class CaptureEngine:
             return False
         job.complete(documents)
         return True
+
+
+def warn_of_others(objects: Mapping[str, Any]) -> None:
+    """Warn if another engine captures some of the ``objects``, too."""
+
+    def shared() -> list[str]:
+        theirs = {id(one) for each in owners() if isinstance(each, CaptureEngine) for one in each._objects.values()}
+        return sorted(name for name, one in objects.items() if id(one) in theirs)
+
+    if shared():
+        gc.collect()  # nobody may hold the other one any more
+    if names := shared():
+        text = f"another CheckpointManager, which was not closed, captures {', '.join(map(repr, names))}, too: each "
+        text += "optimizer step waits for both, and both take memory. Close the other one first, or use it in a `with`"
+        warnings.warn(text, CaptureWarning, stacklevel=2)
+
+
+def _release(process: int, fence: StepFence, copier: Copier, store: ArenaStore) -> None:
+    """Release what an engine has that nobody closed. The copier has no job any more: a job holds the engine."""
+    if os.getpid() == process:
+        fence.remove()
+        copier.end()
+        store.close()
 
 
 def _error_of(step: int | None, failure: BaseException) -> LakeckptError:

@@ -10,6 +10,7 @@ steps runs the hook. The module copies nothing and starts no threads.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lakeckpt.checkpoint.capture.state_watch import address_of
 from lakeckpt.errors import UnannouncedChange
 
-__all__ = ["StepFence", "captures_a_graph", "versions_of"]
+__all__ = ["StepFence", "captures_a_graph", "owners", "versions_of"]
 
 
 _fences: tuple[StepFence, ...] = ()
@@ -35,16 +36,18 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 class StepFence:
     """The fence of one capture engine before each optimizer step, from construction to `remove`.
 
+    Both methods are held weakly: an engine that nobody closes is collected, and its fence then does nothing.
+
     Args:
-        fence: returns when no live tensor will be read any more.
-        captured: returns key → tensor for the tensors that captures copy beside training.
+        fence: a method of the engine; returns when no live tensor will be read any more.
+        captured: a method of the engine; returns key → tensor for the tensors that captures copy beside training.
     """
 
     __slots__ = ("_captured", "_fence")
 
     def __init__(self, fence: Callable[[], None], captured: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         global _fences, _registered
-        self._fence, self._captured = fence, captured
+        self._fence, self._captured = weakref.WeakMethod(fence), weakref.WeakMethod(captured)
         with _lock:
             if not _registered:
                 # dynamo would trace the hook once and never call it again.
@@ -55,13 +58,14 @@ class StepFence:
         """Fence, or refuse a step that is captured into a CUDA graph."""
         if captures_a_graph():
             self._refuse(optimizer)
-        else:
-            self._fence()
+        elif (fence := self._fence()) is not None:
+            fence()
 
     def _refuse(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise `UnannouncedChange` if the step changes a tensor that captures copy: a graph cannot wait for a copy."""
         places = {address_of(one) for group in optimizer.param_groups for one in group["params"]}
-        for key, tensor in self._captured().items():
+        captured = self._captured()
+        for key, tensor in ({} if captured is None else captured()).items():
             if address_of(tensor) in places:
                 raise UnannouncedChange(
                     f"a step of {type(optimizer).__name__}, which changes {key!r}, is captured into a CUDA graph: "
@@ -74,6 +78,11 @@ class StepFence:
         global _fences
         with _lock:
             _fences = tuple(one for one in _fences if one is not self)
+
+
+def owners() -> list[object]:
+    """Return the engines whose fence is not removed."""
+    return [getattr(fence, "__self__", None) for one in _fences if (fence := one._fence()) is not None]
 
 
 def captures_a_graph() -> bool:

@@ -112,13 +112,18 @@ class Copier:
         self.start()
         self._work.put(job)
 
+    def end(self) -> None:
+        """Let the thread end when all jobs are done. Any thread may call it."""
+        self._work.put(None)
+
     def stop(self) -> None:
         """Return when all jobs are done, and the thread has ended."""
         if self._thread is not None:
-            self._work.put(None)
+            self.end()
             self._thread.join()
             self._thread = None
 
     def _run(self) -> None:
         while (job := self._work.get()) is not None:
             job()
+            del job  # it holds the engine, which nobody may close

@@ -165,7 +165,12 @@ class Publisher:
         else:
             timeout_s = 2 * self._settings.timeout_s  # rank 0 may wait as long for a part before it commits
             slot = int(agreement.announced["slot"])
-            manifest = await_commit(self._storage, save, slot, waiter=self._waiter, timeout_s=timeout_s)
+            try:
+                manifest = await_commit(self._storage, save, slot, waiter=self._waiter, timeout_s=timeout_s)
+            except SaveFailed:  # rank 0 may have ended right after its commit
+                if (late := self._committed(save)) is None:
+                    raise
+                manifest = late
         self.tip.adopt(manifest)
         self._earlier = (manifest.slot, Earlier.of(part))
         return manifest
@@ -184,9 +189,11 @@ class Publisher:
         self._refuse_stopped()
 
     def _refuse_stopped(self) -> None:
-        """Raise why another trainer has stopped, if one has."""
+        """Raise why another trainer has stopped, if one has that takes no part in the current save."""
         if self._exchange is not None and (stop := noted_stop(self._exchange)) is not None:
-            raise stop[1]
+            assert self._current is not None
+            if self._current.number >= stop[0]:
+                raise stop[1]
 
     # --- agree
 

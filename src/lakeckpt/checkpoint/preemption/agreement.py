@@ -86,7 +86,7 @@ class Agreement:
         found = self._exchange.peek(_ABORTED)
         if found is not None:
             return Obstacle(**json.loads(found))
-        stop = noted_stop(self._exchange)
+        stop = noted_stop(self._exchange, well=False)
         return None if stop is None else Obstacle(reason=str(stop[1]), is_loss=True)
 
 

@@ -16,17 +16,19 @@ other ranks, or by its silence of a few seconds.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from statistics import median
 from typing import TYPE_CHECKING, NoReturn
 
 from lakeckpt.checkpoint.preemption.agreement import Agreement, Obstacle
-from lakeckpt.checkpoint.preemption.peers import Peers
 from lakeckpt.checkpoint.preemption.requeue import check_requeue, requeue_job
 from lakeckpt.checkpoint.preemption.signals import Signals, check_handlers, checked_signals
 from lakeckpt.errors import ConfigError, LakeckptError
@@ -38,6 +40,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Preempted", "Preemption"]
 
+_LOG = logging.getLogger("lakeckpt")
+_LEAST_GRACE_S = 15.0
+_STEPS = 10
+"""The usual step is the median of so many steps."""
+_LEFT_S = 30.0
+"""How long Slurm, Kubernetes and torchrun leave a process by default before they kill it."""
 _LOOK_S = 1.0
 """How often a rank looks for the signal of another one; rarer in jobs of more than `_LOOKS_PER_S` ranks."""
 _LOOKS_PER_S = 1000
@@ -59,7 +67,8 @@ class Preemption:
         save_on: the names of the signals; with none, nothing is started, and the methods do nothing.
         exchange: the other ranks.
         reporter: knows the optimizer step of the newest checkpoint.
-        grace_s: how long the training loop may take to its next cut, in seconds.
+        grace_s: how long the training loop may take to its next cut, in seconds. None: three times its usual step, and
+            at least 15 s.
         requeue: ``"slurm"``: rank 0 requeues the job. None: nobody does.
 
     Raises `ConfigError` for an argument that is not valid, and as `check_handlers` does.
@@ -71,19 +80,18 @@ class Preemption:
         exchange: Exchange,
         reporter: Reporter,
         *,
-        grace_s: float,
+        grace_s: float | None,
         requeue: str | None,
     ) -> None:
         self._numbers = checked_signals(save_on)
         check_handlers(self._numbers)
         check_requeue(requeue, is_used=bool(self._numbers))
         _check_grace(grace_s)
-        self._exchange, self._reporter, self._grace_s = exchange, reporter, grace_s
+        self._exchange, self._reporter, self._asked_s = exchange, reporter, grace_s
         self._has_agent = False
         self._requeues = requeue is not None and exchange.rank == 0
         self._agreement = Agreement(exchange)
         self._signals: Signals | None = None
-        self._peers: Peers | None = None
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._got = threading.Event()
@@ -94,6 +102,8 @@ class Preemption:
         self._cut: int | None = None  # the cut at which all ranks stop
         self._busy = 0
         self._since_s = 0.0  # when the loop left the manager's calls
+        self._begun_s = 0.0  # when the step under way began, later by what the manager's calls took since
+        self._steps_s: deque[float] = deque(maxlen=_STEPS)
         self._is_saving = False  # the agreed cut: a rank that has saved it may end
         self._is_last = False  # the loop is over: no rank waits for another one but in its last save
         self._is_over = False
@@ -102,6 +112,13 @@ class Preemption:
     def names(self) -> str:
         """The names of the signals."""
         return " ".join(one.name for one in self._numbers)
+
+    @property
+    def grace_s(self) -> float:
+        """How long the training loop may take to its next cut after a signal."""
+        if self._asked_s is not None:
+            return self._asked_s
+        return max(_LEAST_GRACE_S, 3 * median(self._steps_s or [0.0]))
 
     # --- the training thread
 
@@ -112,13 +129,12 @@ class Preemption:
         """
         if not self._numbers:
             return
-        self._passed, self._since_s, self._has_agent = step, time.monotonic(), has_agent
-        if self._exchange.world_size > 1:
-            self._peers = Peers(self._exchange)
+        self._passed, self._has_agent = step, has_agent
+        self._since_s = self._begun_s = time.monotonic()
         self._signals = Signals(self._numbers)
         self._thread("lakeckpt-signals", self._listen, self._signals)
-        if self._peers is not None:
-            self._thread("lakeckpt-preemption", self._talk, self._signals, self._peers)
+        if self._exchange.world_size > 1:
+            self._thread("lakeckpt-preemption", self._talk, self._signals)
 
     def busy(self, *, last: bool = False) -> AbstractContextManager[None]:
         """Return a block that may take its time, because it saves. ``last``: all ranks make the last save of the
@@ -130,12 +146,14 @@ class Preemption:
         with self._changed:
             self._busy += 1
             self._is_last = self._is_last or last
+            entered_s = time.monotonic()
         try:
             yield
         finally:
             with self._changed:
                 self._busy -= 1
                 self._since_s = time.monotonic()
+                self._begun_s += self._since_s - entered_s
                 self._changed.notify_all()
 
     def stops_at(self, step: int) -> bool:
@@ -151,7 +169,21 @@ class Preemption:
                 self._is_saving = step >= self._cut
             if not self._is_saving:
                 self._passed = step
+                self._count_step()
             return self._is_saving
+
+    def _count_step(self) -> None:
+        """Measure the step that ends now. Say after the first ones how long the loop has after a signal."""
+        was_known, now_s = len(self._steps_s) == _STEPS, time.monotonic()
+        self._steps_s.append(now_s - self._begun_s)
+        self._begun_s = now_s
+        if was_known or len(self._steps_s) < _STEPS or self._exchange.rank:
+            return
+        usual_s = median(self._steps_s)
+        level = logging.INFO if usual_s <= self.grace_s <= max(_LEFT_S, self._asked_s or 0.0) else logging.WARNING
+        text = "after a signal (%s) the loop has %g s to its next cut, and its steps usually take %.3g s. "
+        text += "grace_s is to be longer than a step, and shorter than the time that the scheduler leaves (often %g s)"
+        _LOG.log(level, text, self.names, round(self.grace_s, 1), usual_s, _LEFT_S)
 
     def leave(self) -> None:
         """Raise `Preempted` if there was a signal. Called when everything is saved."""
@@ -178,8 +210,6 @@ class Preemption:
         for thread in self._threads:
             thread.join(_JOIN_S)
         signals.close()
-        if self._peers is not None:
-            self._peers.close()
         if self._number is not None and well and not has_left:
             signal.raise_signal(self._number)
 
@@ -200,13 +230,13 @@ class Preemption:
             self._got.set()
             while not self._is_over:
                 is_saving = self._busy or self._is_saving
-                left_s = self._grace_s - (time.monotonic() - max(begun_s, self._since_s))
+                left_s = self.grace_s - (time.monotonic() - max(begun_s, self._since_s))
                 if not is_saving and left_s <= 0:
                     break
                 self._changed.wait(None if is_saving else left_s)
             else:
                 return
-        reason = f"the training loop came to no further cut within {self._grace_s:g} s"
+        reason = f"the training loop came to no further cut within {self.grace_s:g} s"
         obstacle = Obstacle(reason=reason, is_loss=False)
         if self._exchange.world_size > 1:  # the store may be silent
             note = threading.Thread(target=self._abort, args=(obstacle,), name="lakeckpt-abort", daemon=True)
@@ -216,7 +246,7 @@ class Preemption:
 
     # --- the thread that talks with other ranks
 
-    def _talk(self, signals: Signals, peers: Peers) -> None:
+    def _talk(self, signals: Signals) -> None:
         look_s = max(_LOOK_S, self._exchange.world_size / _LOOKS_PER_S)
         while not self._got.wait(look_s):
             number = self._agreement.signal()
@@ -226,7 +256,7 @@ class Preemption:
         if number is None:
             return
         try:
-            obstacle = self._agree(number, peers, _ANSWER_S + 2 * look_s) or self._watched(peers, float("inf"))
+            obstacle = self._agree(number, _ANSWER_S + 2 * look_s) or self._watched(float("inf"))
         except LakeckptError as error:
             obstacle = Obstacle(reason=str(error), is_loss=True)
         except BaseException as error:
@@ -235,15 +265,15 @@ class Preemption:
             self._abort(obstacle)
             self._end(obstacle)
 
-    def _agree(self, number: int, peers: Peers, timeout_s: float) -> Obstacle | None:
+    def _agree(self, number: int, timeout_s: float) -> Obstacle | None:
         """Agree on the cut. Returns why the ranks cannot save together; None where they can, or it is over."""
-        if (obstacle := self._obstacle(peers)) is not None:
+        if (obstacle := self._obstacle()) is not None:
             return obstacle
         self._agreement.announce(number)
         with self._changed:
             self._stated = self._passed + 1
         self._agreement.state(self._stated)
-        if (obstacle := self._watched(peers, timeout_s, until=self._has_cut)) is not None:
+        if (obstacle := self._watched(timeout_s, until=self._has_cut)) is not None:
             return obstacle
         if self._cut is None and not self._is_over:
             silent = f"ranks {self._agreement.missing()}" if self._exchange.rank == 0 else "rank 0"
@@ -258,19 +288,20 @@ class Preemption:
             self._changed.notify_all()
         return cut is not None
 
-    def _watched(self, peers: Peers, timeout_s: float, until: Callable[[], bool] = lambda: False) -> Obstacle | None:
+    def _watched(self, timeout_s: float, until: Callable[[], bool] = lambda: False) -> Obstacle | None:
         """Return why the ranks cannot save together, as soon as that is known. None where this rank has saved,
         ``until`` is true, or ``timeout_s`` have passed."""
 
         def look() -> Obstacle | bool | None:
-            return self._is_over or self._obstacle(peers) or until() or None
+            return self._is_over or self._obstacle() or until() or None
 
         found = poll(look, waiter=SystemWaiter(), timeout_s=timeout_s, longest_s=_PAUSE_S)
         return found if isinstance(found, Obstacle) else None
 
-    def _obstacle(self, peers: Peers) -> Obstacle | None:
+    def _obstacle(self) -> Obstacle | None:
         """Return why the ranks cannot save together; None where nothing is known against it."""
-        dead = None if self._is_saving else peers.ended()  # before the note: a rank that aborts leaves it, and ends
+        # Before the note: a rank that aborts leaves its note, and ends.
+        dead = None if self._is_saving else self._exchange.ended()
         if (obstacle := self._agreement.aborted()) is not None or dead is None:
             return obstacle
         return Obstacle(reason=f"the process of rank {dead} has ended", is_loss=True)
@@ -308,5 +339,7 @@ class Preemption:
 
 
 def _check_grace(grace_s: object) -> None:
+    if grace_s is None:
+        return
     if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0 < grace_s < float("inf"):
-        raise ConfigError(f"grace_s is a positive number of seconds, got {grace_s!r}")
+        raise ConfigError(f"grace_s is a positive number of seconds, or None, got {grace_s!r}")

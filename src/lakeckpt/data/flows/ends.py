@@ -7,17 +7,20 @@ for which it reads so far ahead. A rank without rows waits for the statements of
 hold the store, does not leave the epoch before the others have seen its end.
 
 A rank that has stated a border never waits for a rank that has not come there, so nobody waits in a circle. What a rank
-states follows from the state that all ranks began with, whose digest names the keys: a statement that a process of an
-earlier attempt left is as true. There is no collective, and a step that no rank waits at costs an eighth of one write.
-The module starts no threads.
+states follows from the state that all ranks began with, whose digest names the keys: a statement of another iteration
+from the same state, or of a process of an earlier attempt, is as true. So such iterations share the statements, and
+only the ends that a process has seen are numbered. There is no collective, and a step that no rank waits at costs an
+eighth of one write. The module starts no threads.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -35,6 +38,8 @@ _CHUNK = 8
 _KEPT = 64
 """Chunks whose statements stay in the store."""
 _MORE = b"+"
+_ITERATIONS: WeakKeyDictionary[Any, Counter[tuple[str, int, str]]] = WeakKeyDictionary()
+"""By the store of a job: how many iterations from a state a rank of this process has "begun", and how many "ended"."""
 
 
 def last_border(border: int) -> int:
@@ -68,19 +73,26 @@ class Ends:
 
 
 class JobEnds(Ends):
-    """The end of an epoch of several ranks, over the ``store`` of their job. For one thread."""
+    """The end of an epoch of several ranks, which began with the state of this digest, over the ``store`` of their job.
+
+    For one thread.
+    """
 
     asks = True
 
-    def __init__(self, store: Any, *, rank: int, world_size: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: Any, digest: str, *, rank: int, world_size: int) -> None:
+        self._store: Any = PrefixStore(f"lakeckpt/ends/{digest}", store)
+        self._rank = rank
+        self._iterations = _ITERATIONS.setdefault(store, Counter())
+        self._begun, self._ended = (digest, rank, "begun"), (digest, rank, "ended")
+        self._iterations[self._begun] += 1
         self._stated = -1
         self._others = [one for one in range(world_size) if one != rank]
         """The ranks that may have rows."""
         self._more, self._end = -1, -1
         """A border up to which the first of them has rows, and its end; -1: it is not known."""
-        self._leaves_to = [_seen(one) for one in self._others] if rank == 0 else None
-        """Of rank 0: the keys of the ranks that have seen the end; empty when it has waited for them."""
+        self._leaves_to = list(self._others) if rank == 0 else [rank]
+        """The ranks that state that they have seen the end: rank 0 waits for the others; empty when that is done."""
 
     def lookahead(self, border: int) -> int:
         return last_border(border)
@@ -92,7 +104,7 @@ class JobEnds(Ends):
         self._stated = last
         self._store.set(_key(self._rank, last), _MORE if end is None else str(end))
         with contextlib.suppress(RuntimeError):  # a store of files cannot forget
-            if last > _CHUNK * _KEPT:
+            if last > _CHUNK * _KEPT and self._iterations[self._begun] == 1:  # others may be behind, and need the key
                 self._store.delete_key(_key(self._rank, last - _CHUNK * _KEPT))
 
     def is_over(self, border: int) -> bool:
@@ -111,11 +123,15 @@ class JobEnds(Ends):
 
     def _leave(self) -> None:
         """State that this rank has seen the end; rank 0 waits until all others have."""
+        ranks, self._leaves_to = self._leaves_to, []
+        if not ranks:
+            return
+        keys = [f"seen/{rank}/{self._iterations[self._ended]}" for rank in ranks]
+        self._iterations[self._ended] += 1
         with contextlib.suppress(RuntimeError):  # a rank that does not come has its own error
-            if self._leaves_to is None:
-                self._store.set(_seen(self._rank), b"")
-            elif self._leaves_to:
-                keys, self._leaves_to = self._leaves_to, []
+            if self._rank:
+                self._store.set(keys[0], b"")
+            else:
                 self._store.wait(keys, _LEAVE)
 
     def _read(self, rank: int, last: int) -> None:
@@ -139,10 +155,6 @@ def _key(rank: int, last: int) -> str:
     return f"{rank}/{last}"
 
 
-def _seen(rank: int) -> str:
-    return f"seen/{rank}"
-
-
 def ends_of(state: FlowState, rank: int) -> Ends:
     """Return how ``rank`` learns of the end of the epoch, of which all ranks go on from ``state``, of the whole job.
 
@@ -159,7 +171,7 @@ def ends_of(state: FlowState, rank: int) -> Ends:
             "init_process_group() first, or read an endless stream: LakeDataset(…, endless=True)"
         )
     digest = blake2b(dumps(state.to_plain(), kind="state", version=(1, 0)), digest_size=16).hexdigest()
-    return JobEnds(PrefixStore(f"lakeckpt/ends/{digest}", store), rank=rank, world_size=world_size)
+    return JobEnds(store, digest, rank=rank, world_size=world_size)
 
 
 def _store(world_size: int) -> Any:

@@ -24,6 +24,7 @@ from lakeckpt.data.flows.calls import maker_of
 from lakeckpt.data.flows.fingerprints import encoder_of, form_of
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.errors import ConfigError, SchemaError, shown
+from lakeckpt.lake.table.schema import check_agreed
 
 __all__ = ["TokenSource", "Tokenizing", "check_text", "given", "no_sequences"]
 
@@ -83,6 +84,7 @@ def check_text(schema: pa.Schema, column: str) -> None:
     """Raise `SchemaError` where ``column`` is no column of texts."""
     if column not in schema.names:
         raise SchemaError(f"the table has no column {shown(column)} to pack; it has {', '.join(schema.names[:10])}")
+    check_agreed(schema, [column])
     kind = schema.field(column).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise SchemaError(

@@ -52,8 +52,9 @@ class Pinned:
     """None: every row is read."""
 
     def __post_init__(self) -> None:
+        wanted = select_columns(self.table.schema, self.columns)
         if self.nulls is not None:
-            check_convertible(select_columns(self.table.schema, self.columns), nulls=self.nulls)
+            check_convertible(wanted, nulls=self.nulls)
         keep = None if self.filters is None else row_filter(self.filters, self.table.schema)
         if self.packing is not None:
             self.packing.check(self.table.schema)

@@ -65,7 +65,7 @@ def open_table(
 
     Raises `TableNotFound` (nothing there, no Parquet file, no such version), `TableError` (the version
     cannot be read exactly), `DataFileDamaged` (a file that is no readable Parquet), `DataFileChanged` (a file is not as
-    in the format's metadata), `SchemaError` (files that disagree), `StorageError` (the store failed) and
+    in the format's metadata), `SchemaError` (a type that is not supported), `StorageError` (the store failed) and
     `ConfigError`.
     """
     if threads is not None and threads < 1:

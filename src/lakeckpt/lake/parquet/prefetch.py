@@ -4,10 +4,10 @@
 the prefetcher opens the files and starts to read the column chunks, while the bytes that are not fetched yet stay
 within ``ahead_bytes``. `Prefetcher.fetch` waits for the bytes of one row group, whether the row group was expected or
 not. A row group that is fetched never waits for row groups that are only expected. Local files are not read ahead: a
-file is mapped anew for each row group, so that the process does not hold the pages of all open files.
+file is opened and mapped anew for each row group, so that the process holds neither the descriptors of many files nor
+their pages.
 
-Each file is open once, for all threads. The files that were used last stay open; a file that was dropped is closed when
-the last thread that uses it has finished.
+A file's footer is looked up once, for all threads. The files that were used last stay known; no file is held open.
 
 Threads may share a prefetcher. It decodes nothing, and its background work runs in the threads of
 `lakeckpt.lake.parquet.ranges`. The garbage collector may call `close` in any thread, so `close` takes no lock. A forked
@@ -41,19 +41,20 @@ MOST_AHEAD = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpenedFile:
-    """The reader of one file, and the fit of its columns to the table. It closes when nothing refers to it any more."""
+    """The reader of one file, and the fit of its columns to the table."""
 
     reader: RowGroupReader
     fit: FileFit
     plan: Callable[[int], RowGroupPlan]
     """Returns the columns to read of a row group, which is named by its ordinal in the table."""
-    source: FileIO | Callable[[int, int], bytes]
-    """The local file, or a function that reads bytes [start, stop) from a store."""
+    local: Callable[[], FileIO] | None
+    """Opens the local file; None: the file lies in a store."""
+    read: Callable[[int, int], bytes]
+    """Reads bytes [start, stop) from a store."""
 
     def begin(self, plan: RowGroupPlan) -> Fetch:
         """Start to read a row group from a store."""
-        assert not isinstance(self.source, FileIO)
-        return Fetch(self.source, plan.ranges)
+        return Fetch(self.read, plan.ranges)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -83,7 +84,7 @@ class _State:
 
 class Prefetcher:
     """Fetches row groups of the table of ``index``. ``open_file(ordinal)`` opens a file; at most ``most_open`` stay
-    open. ``ahead_bytes``: how much is held ahead; 0: nothing is read ahead."""
+    known. ``ahead_bytes``: how much is held ahead; 0: nothing is read ahead."""
 
     def __init__(
         self, index: TableIndex, open_file: Callable[[int], OpenedFile], *, most_open: int, ahead_bytes: int
@@ -122,9 +123,10 @@ class Prefetcher:
             expected.file, expected.fetch, expected.size_bytes, expected.is_settled = None, None, 0, True
         opened = self.opened(ordinal) if file is None else _result(state, ordinal, file)
         plan = opened.plan(group)
-        if isinstance(opened.source, FileIO):
+        if opened.local is not None:
             store_counters("local").read(plan.size_bytes)
-            return opened, plan, pa.memory_map(f"/proc/self/fd/{opened.source.fileno()}")
+            with opened.local() as local:
+                return opened, plan, pa.memory_map(f"/proc/self/fd/{local.fileno()}")
         fetch = fetch or opened.begin(plan)
         self._advance(state)  # after the row group that is wanted now
         return opened, plan, fetch.wait()
@@ -149,7 +151,7 @@ class Prefetcher:
             state.files.pop(ordinal, None)
 
     def close(self) -> None:
-        """Drop what was fetched ahead, and close all files, those in use as soon as their users have finished."""
+        """Drop what was fetched ahead, and forget all files."""
         old, self._state = self._state, _State()
         old.is_closed = True
         _cancel(list(old.expected.values()))

@@ -7,8 +7,9 @@ doubles ("full jitter"), so that many readers that failed at once do not come ba
 
 An attempt raises `Retryable` where another attempt may succeed; all other exceptions end the call. A call that an
 attempt outlasts ends with that attempt. A call that follows one whose time ran out gets at most a ninth of the time
-since then, and at least one attempt: an outage that is known holds up its callers for about a tenth of its length. The
-module starts no threads; clock, sleep and randomness are arguments.
+since then, at most the time of one attempt, and at least one attempt: an outage that is known holds up its callers for
+about a tenth of its length, and they come back soon. The module starts no threads; clock, sleep and randomness are
+arguments.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ class Retrier:
         with the text of the last `Retryable` when the time runs out.
         """
         limits, begin, tried = self.deadlines, self.clock(), 0
-        end = begin + min(limits.bound_s(size_bytes), (begin - self._failed_s) / _SHARE)
+        end = begin + limits.bound_s(size_bytes)
+        if self._failed_s > float("-inf"):
+            end = min(end, begin + limits.attempt_s, begin + (begin - self._failed_s) / _SHARE)
         while True:
             tried += 1
             try:

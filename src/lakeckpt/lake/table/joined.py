@@ -22,6 +22,7 @@ from lakeckpt.lake.table.column_mapping import ColumnMapping
 from lakeckpt.lake.table.deletes import Deletes
 from lakeckpt.lake.table.index import MARK_BYTES, TableIndex
 from lakeckpt.lake.table.partitions import PartitionColumn, Value, coded
+from lakeckpt.lake.table.schema import is_agreed
 from lakeckpt.lake.table.version import TableVersion
 
 __all__ = ["Added", "Part", "joined", "known_marks", "mark_of", "marks_of"]
@@ -167,6 +168,8 @@ def _schema(parts: Sequence[Part], needed: Collection[str] | None) -> pa.Schema:
 def _problem(column: pa.Field, others: Sequence[pa.Field], count: int) -> str:
     if len(others) < count:
         return "it is missing"
+    if not all(map(is_agreed, (column, *others))):
+        return "files do not agree on its type"
     other = next((one.type for one in others if not _fits(one, column)), None)
     return "" if other is None else f"it is {other}, and {column.type} in earlier files"
 

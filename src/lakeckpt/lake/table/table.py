@@ -37,14 +37,6 @@ __all__ = ["Table"]
 THREADS_LOCAL, THREADS_REMOTE = 16, 48
 
 
-class _LocalFile(FileIO):
-    """A local file, which closes when nothing refers to it any more. pyarrow before 25 tells no descriptor of its own
-    files."""
-
-    def __del__(self) -> None:
-        self.close()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Table:
     """A pinned table. ``uri`` names its root, without credentials. Can be pickled, and used by several threads."""
@@ -90,7 +82,7 @@ class Table:
         file = self.index.file(ordinal)
         assert isinstance(self.storage, LocalStorage)
         try:
-            opened = _LocalFile(self.storage.local_path(file.path))
+            opened = FileIO(self.storage.local_path(file.path))
         except (ObjectMissing, FileNotFoundError) as error:
             raise gone(self.uri, file.path) from error
         if (size := os.fstat(opened.fileno()).st_size) != file.size_bytes:

@@ -39,8 +39,6 @@ Unit = range
 """Consecutive row groups of one file, by their ordinals in the table."""
 
 _GROUPS_PER_UNIT = 16
-_FILES_KEPT = 64
-"""More than there are threads, so that threads that count one file share its footer."""
 
 
 def count_rows(table: Table, keep: RowFilter, *, progress: Progress | None = None) -> tuple[RowSelection, int]:
@@ -101,7 +99,7 @@ class _Counter:
     def __init__(self, table: Table, keep: RowFilter) -> None:
         self._table = table
         self._keep = keep
-        self._decoder = RowGroupDecoder(table, keep.columns, open_files=_FILES_KEPT, use_threads=False)
+        self._decoder = RowGroupDecoder(table, keep.columns, use_threads=False)
         self._partitions = [one for one in table.index.partitions if one.name in keep.columns]
 
     def close(self) -> None:

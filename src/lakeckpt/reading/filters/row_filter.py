@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lakeckpt.errors import ConfigError, SchemaError, one_line
+from lakeckpt.lake.table.schema import check_agreed, is_agreed
 
 __all__ = ["Filters", "RowFilter", "row_filter"]
 
@@ -121,11 +122,13 @@ def _digest(expression: pc.Expression) -> str:
 
 
 def _check_binds(expression: pc.Expression, schema: pa.Schema) -> None:
-    """Raise `SchemaError` where the expression does not fit ``schema``."""
+    """Raise `SchemaError` if the expression does not fit the columns of ``schema`` that all files agree about."""
+    agreed = pa.schema([field for field in schema if is_agreed(field)])
     try:
-        _evaluated(expression, schema.empty_table())
+        _evaluated(expression, agreed.empty_table())
     except (pa.ArrowException, TypeError) as error:
-        raise _misfit(expression, schema, one_line(error)) from error
+        check_agreed(schema, [name for name in schema.names if f"FieldRef.Name({name})" in str(error)])
+        raise _misfit(expression, agreed, one_line(error)) from error
 
 
 def _columns_among(names: Sequence[str], expression: pc.Expression, schema: pa.Schema) -> list[str]:

@@ -36,7 +36,6 @@ __all__ = ["Documents", "Packing", "count_tokens", "documents_of", "dtype_of", "
 
 Int64Array = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
-_FILES_KEPT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +201,7 @@ def _selection(
 def _decoder(table: Table, packing: Packing, kept: tuple[RowFilter, RowSelection] | None) -> RowGroupDecoder:
     if kept is not None:
         return FilteredDecoder(table, [packing.column], *kept)
-    return RowGroupDecoder(table, [packing.column], open_files=_FILES_KEPT, use_threads=False)
+    return RowGroupDecoder(table, [packing.column], use_threads=False)
 
 
 def _digests(

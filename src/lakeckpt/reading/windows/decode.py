@@ -3,9 +3,10 @@
 A row group is the unit of decoding: the column chunks of the wanted columns (and no others) are read, pages are
 compared with their checksums where the file has them (`lakeckpt.lake.parquet.row_group`), and the rows are cut out.
 Rows that the pinned version deletes do not exist, and are not counted. What a file lacks or stores in another type is
-made to fit by `lakeckpt.lake.parquet.fit`; partition columns are constants. A file is opened once, when it is first
-needed, and its footer must be the pinned one (`lakeckpt.lake.parquet.prefetch`). Where something cannot be decoded, the
-file is opened again and read once more before it counts as damaged. A file that was written again is `DataFileChanged`.
+made to fit by `lakeckpt.lake.parquet.fit`; partition columns are constants. A file is opened when it is first needed,
+and its footer must be the pinned one. Footers that were read are kept (`lakeckpt.lake.parquet.kept_footers`). Where
+something cannot be decoded, the file is opened again and read once more before it counts as damaged. A file that was
+written again is `DataFileChanged`.
 
 The module never caches rows: every call decodes anew, so the memory that it returns belongs to the caller alone.
 Threads may share a decoder.
@@ -15,8 +16,11 @@ from __future__ import annotations
 
 import difflib
 import errno
-from collections.abc import Iterable, Sequence, Set
+import os
+from collections.abc import Hashable, Iterable, Sequence, Set
+from contextlib import nullcontext
 from functools import partial
+from io import FileIO
 from typing import Any
 
 import pyarrow as pa
@@ -25,11 +29,13 @@ import pyarrow.parquet as pq
 from lakeckpt.errors import ConfigError, DataFileDamaged, LakeckptError, SchemaError, StorageError
 from lakeckpt.lake.parquet.column_chunks import leaves_of
 from lakeckpt.lake.parquet.fit import FileFit, FileFits, constant
+from lakeckpt.lake.parquet.kept_footers import kept_footers
 from lakeckpt.lake.parquet.prefetch import OpenedFile, Prefetcher
 from lakeckpt.lake.parquet.ranges import read_pinned
 from lakeckpt.lake.parquet.row_group import DEFAULT_MAX_ROW_GROUP_BYTES, RowGroupPlan, RowGroupReader
 from lakeckpt.lake.parquet.types import plain_type
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.lake.table.schema import check_agreed
 from lakeckpt.lake.table.table import Table
 
 __all__ = ["DEFAULT_AHEAD_BYTES", "RowGroupDecoder", "select_columns"]
@@ -42,7 +48,8 @@ def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schem
     """Return the schema of ``columns`` in the order asked for (None: all), in the types that are delivered.
 
     The types are the table's, but views, dictionaries and extension types become the types of their values. Raises
-    `ConfigError` for what is no list of names or names a column twice, `SchemaError` for a column that the table lacks.
+    `ConfigError` for what is no list of names or names a column twice, `SchemaError` for a column that the table lacks
+    or that its files do not agree about.
     """
     names = schema.names if columns is None else _listed(columns)
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
@@ -57,6 +64,7 @@ def select_columns(schema: pa.Schema, columns: Sequence[str] | None) -> pa.Schem
         if name not in known:
             near = difflib.get_close_matches(name, schema.names, n=3) or schema.names[:10]
             raise SchemaError(f"the table has no column {name!r}; it has {', '.join(map(repr, near))}, …")
+    check_agreed(schema, names)
     fields = [schema.field(name) for name in names]
     return pa.schema([pa.field(field.name, plain_type(field.type), field.nullable) for field in fields])
 
@@ -73,7 +81,7 @@ def _listed(columns: Any) -> list[str]:
 
 
 class RowGroupDecoder:
-    """Decodes row groups of ``table``, ``columns`` of them (None: all), keeping at most ``open_files`` files open.
+    """Decodes row groups of ``table``, ``columns`` of them (None: all), knowing the ``open_files`` files used last.
 
     The wanted columns of one row group may take ``max_row_group_bytes`` uncompressed, as the footer states it. Up to
     ``ahead_bytes``, as they are stored, are prefetched of row groups in a store that are expected.
@@ -188,8 +196,8 @@ class RowGroupDecoder:
             if not {errno.EMFILE, errno.ENFILE} & {getattr(one, "errno", None) for one in (error, error.__cause__)}:
                 raise
             raise StorageError(
-                f"no file descriptor is left to open {index.paths[ordinal]!r}: each source of a mixture keeps up to 16 "
-                "local files open in each process. Raise the limit (`ulimit -n 65536`, LimitNOFILE= of systemd, or "
+                f"no file descriptor is left to open {index.paths[ordinal]!r}: each thread that decodes opens a local "
+                "file. Raise the limit (`ulimit -n 65536`, LimitNOFILE= of systemd, or "
                 "--ulimit nofile of a container), mix fewer sources, or write them as fewer files"
             ) from error
         stored = pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
@@ -201,7 +209,9 @@ class RowGroupDecoder:
         try:
             return self._fitted(group, schema)
         except DataFileDamaged:
-            self._prefetcher.drop(self.table.index.group(group)[0])
+            ordinal = self.table.index.group(group)[0]
+            self.table.footer(ordinal)  # where the file was written again, its footer is another
+            self._prefetcher.drop(ordinal)
             return self._fitted(group, schema)
 
     def _fitted(self, group: int, schema: pa.Schema) -> dict[str, Any]:
@@ -245,16 +255,14 @@ class RowGroupDecoder:
         return reader.plan(self.table.index.group(group)[1], names)
 
     def _opened(self, ordinal: int) -> OpenedFile:
-        index = self.table.index
-        path = index.paths[ordinal]
+        index, path = self.table.index, self.table.index.paths[ordinal]
         try:
-            metadata = self.table.footer(ordinal)
+            key = self._key(ordinal)
+            metadata = kept_footers.get(key, partial(self.table.footer, ordinal))
         except LakeckptError:
             raise
         except OSError as error:
             raise StorageError(f"the data file {path!r} could not be opened: {error}") from error
-        storage, file = self.table.storage, index.file(ordinal)
-        is_local = isinstance(storage, LocalStorage)
         fit = self._fits.fit(self._stored_in(ordinal, self._every_column.names), metadata, path)
         reader = RowGroupReader(
             metadata,
@@ -264,5 +272,35 @@ class RowGroupDecoder:
             int96_unit=fit.int96_unit,
             most_bytes=self._most,
         )
-        source = self.table.open_file(ordinal) if is_local else partial(read_pinned, storage, self.table.uri, file)
-        return OpenedFile(reader=reader, fit=fit, plan=partial(self._plan, reader, fit), source=source)
+        is_local = isinstance(self.table.storage, LocalStorage)
+        return OpenedFile(
+            reader=reader,
+            fit=fit,
+            plan=partial(self._plan, reader, fit),
+            local=partial(self._local, ordinal, key) if is_local else None,
+            read=partial(read_pinned, self.table.storage, self.table.uri, index.file(ordinal)),
+        )
+
+    def _key(self, ordinal: int, file: FileIO | None = None) -> Hashable:
+        """Return what differs for a file that was written again; ``file``: the local file, if it is open.
+
+        Each read from a store compares the ETag, if the store has ETags.
+        """
+        index, storage = self.table.index, self.table.storage
+        place = self.table.uri, getattr(storage, "place", ""), index.paths[ordinal], index.footer_digest(ordinal)
+        if not isinstance(storage, LocalStorage):
+            return place, index.etags[ordinal]
+        with nullcontext(file) if file else self.table.open_file(ordinal) as opened:
+            stat = os.fstat(opened.fileno())
+        return place, stat.st_dev, stat.st_ino, stat.st_mtime_ns
+
+    def _local(self, ordinal: int, key: Hashable) -> FileIO:
+        """Open a local file, whose footer is read again if the file is not the one of ``key``."""
+        file = self.table.open_file(ordinal)
+        try:
+            if self._key(ordinal, file) != key:
+                self.table.footer(ordinal)
+        except BaseException:
+            file.close()
+            raise
+        return file
