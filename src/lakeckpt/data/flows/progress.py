@@ -44,7 +44,7 @@ class FlowRun(Run):
     def has(self, receipt: Receipt) -> bool:
         """See `Run.has`."""
         at = receipt.step - self.receipts[0].step if self.receipts else 0  # steps follow one another
-        found = tuple(itertools.islice(self.receipts, max(0, at), at + 1))
+        found = tuple(itertools.islice(self.receipts, max(0, at), max(0, at + 1)))
         return receipt in found and receipt.step + 1 >= self.start.step
 
     def numbered(self, number: int, rank: int) -> Receipt | None:
