@@ -145,7 +145,6 @@ def test_views_inside_of_lists_structs_and_maps_are_delivered_as_values(tmp_path
         "list": pa.array([values, [], None], pa.list_(leaf)),
         "fixed": pa.array([[one] for one in values], pa.list_(leaf, 1)),
         "struct": pa.array([{"a": one, "l": [one]} for one in values], inner),
-        "lists": pa.array([[{"a": one, "l": [one, None]}] for one in values], pa.list_(inner)),
         "map": pa.array([[("k", one)] for one in values], pa.map_(pa.string(), leaf)),
     }
     write_file(tmp_path / "1.parquet", [pa.table(columns)])

@@ -375,8 +375,8 @@ def test_bounds_are_used_where_their_meaning_is_sure(
         with pytest.raises(OSError, match=r"(?i)float16"):  # the table is refused when it is opened
             known(crafted(element, statistics, **options), kind)
         return
-    if PYARROW < 25 and element == {1: I32} and options.get("orders") == OTHER_ORDER:
-        wanted = (-5, 7)  # it does not say that it does not know the order, which no writer gives to integers
+    if PYARROW < 25 and element == {1: I32} and options.get("orders") == OTHER_ORDER and 1 in statistics:
+        wanted = (-5, 7)  # it uses the older pair of fields, whose order of integers is signed in any case
     assert known(crafted(element, statistics, **options), kind) == (wanted is not None)
 
 

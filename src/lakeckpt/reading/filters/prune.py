@@ -18,8 +18,6 @@ Bounds are taken from a footer only where their meaning is certain:
 * none of floating-point numbers (NaN has no place in the order), unsigned numbers and decimals (old writers compared
   them wrongly), INT96, nested or unknown types; none where pyarrow itself distrusts them, and none that cross;
 * of text and bytes only where the file names its writer: older writers compared bytes as signed numbers;
-* in an unknown order only of integers and times, with a pyarrow before 25, which does not say that it does not know the
-  order: Parquet has no second order for these types;
 * only where the file's type is the table's, or the cast to it keeps the order;
 * text whose bounds were cut in the middle of a character has none. Cut bounds are bounds, not values that occur.
 
