@@ -191,8 +191,8 @@ class Reporter:
         try:
             remarks.warn()
         finally:  # whether or not warnings are errors
-            if (error := raised or failure) is not None:
-                raise error
+            if (ends := raised or failure) is not None:
+                raise ends
 
     @contextmanager
     def stalling(self) -> Iterator[None]:
