@@ -40,6 +40,8 @@ from pyiceberg.table.update import AddSnapshotUpdate, SetSnapshotRefUpdate
 from pyiceberg.typedef import Record
 from pyiceberg.types import IntegerType, ListType, NestedField, StructType
 from pyroaring import BitMap
+from sqlalchemy import create_engine
+from sqlalchemy.pool import NullPool
 
 PATH_ID, POS_ID = 2147483546, 2147483545
 
@@ -49,6 +51,8 @@ def warehouse(folder: Path, **properties: str) -> SqlCatalog:
     folder.mkdir(parents=True, exist_ok=True)
     place = {"uri": f"sqlite:///{folder}/catalog.db", "warehouse": f"file://{folder}/lake"}
     catalog = SqlCatalog("test", **{**place, **properties})
+    catalog.close()
+    catalog.engine = create_engine(place["uri"], poolclass=NullPool)  # a pool would be left open
     catalog.create_namespace_if_not_exists("db")
     return catalog
 

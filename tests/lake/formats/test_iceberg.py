@@ -96,7 +96,11 @@ def test_a_catalog_is_set_up_as_pyiceberg_wants_it(
     from pyiceberg.utils.config import Config
 
     monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", Config())
+    closed: list[SqlCatalog] = []
+    close = SqlCatalog.close
+    monkeypatch.setattr(SqlCatalog, "close", lambda self: (closed.append(self), close(self)))
     assert open_table("iceberg://test/db.events").index.version.table_id == str(table.metadata.table_uuid)
+    assert len(closed) == 1, "the connection of the catalog stays open"
 
 
 def test_a_snapshot_is_named_by_id_branch_and_tag(table: Table) -> None:

@@ -18,6 +18,7 @@ from pyiceberg.table import Table
 from lakeckpt import open_table
 from lakeckpt.errors import ConfigError, StorageError, TableNotFound
 from tests.lake.conftest import CANARY, S3
+from tests.lake.formats.iceberg_tables import warehouse
 from tests.lake.formats.rest_catalog import serving
 from tests.lake.formats.rows import delivered, delivered_of, rows_of
 
@@ -42,8 +43,7 @@ def nothing_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sql(tmp_path: Path, s3: S3) -> SqlCatalog:
-    place = {"uri": f"sqlite:///{tmp_path}/catalog.db", "warehouse": f"s3://{s3.bucket}/lake"}
-    return SqlCatalog("sql", **place, **store_of(s3))
+    return warehouse(tmp_path, warehouse=f"s3://{s3.bucket}/lake", **store_of(s3))
 
 
 @pytest.fixture(params=["sql", "rest", "glue"])
@@ -111,8 +111,7 @@ def test_a_version_is_read_by_a_tag_that_a_server_keeps(table: Table) -> None:
 
 def test_files_below_an_empty_folder_name_are_refused_and_never_taken_for_others(tmp_path: Path, s3: S3) -> None:
     writes_such_keys = {"py-io-impl": "pyiceberg.io.fsspec.FsspecFileIO"}
-    sql = SqlCatalog("sql", uri=f"sqlite:///{tmp_path}/catalog.db", **store_of(s3), **writes_such_keys)
-    sql.create_namespace("db")
+    sql = warehouse(tmp_path, **store_of(s3), **writes_such_keys)
     there = {"write.data.path": f"s3://{s3.bucket}/lake/db/t//data"}
     made = sql.create_table("db.t", ROWS.schema, location=f"s3://{s3.bucket}/lake/db/t", properties=there)
     made.append(ROWS)

@@ -111,6 +111,8 @@ def _of_catalog(source: str) -> Table:
             f"the catalog {name!r} could not load the table {identifier!r} ({type(error).__name__}): check that it can "
             "be reached, and its credentials"
         ) from error
+    finally:
+        catalog.close()
 
 
 def _newest_metadata(folder: str, storage_options: Mapping[str, Any] | None) -> str:
