@@ -21,7 +21,7 @@ export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/cache/matplotlib
 # Many images set it. Nothing is compiled at installation: without bytecode, each process compiles torch anew (3 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test mutants gpu-check test-lowest test-newest test-frameworks test-soak test-system lint types pytest format bench bench-readers docs clean
+.PHONY: help demo test mutants gpu-check test-lowest test-newest test-pythons test-frameworks test-soak test-system lint types pytest format bench bench-readers docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -73,6 +73,15 @@ $(VENV)/newest/made: $(VENV)/made pyproject.toml
 	@echo "installing the newest versions (torch may bring CUDA along)"
 	@"$(PYTHON)" -m venv --clear $(@D)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[test]'
+	@touch $@
+
+# Other Pythons, with the versions of constraints.txt. One that pyenv installed is found without being on the PATH.
+$(VENV)/python%/made: $(VENV)/made $(CONSTRAINTS) pyproject.toml
+	@found="$$(PYENV_VERSION="$$(pyenv versions --bare 2>/dev/null | grep -x '$*\.[0-9]*' | sort -V | tail -n 1 || true)" \
+	    python$* -c 'import sys; print(sys.executable)')" || { echo "no python$* on the PATH or in pyenv: install it" >&2; exit 1; }; \
+	echo "making $(@D) with $$found (torch brings CUDA along)"; \
+	"$$found" -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS) -e '.[test]'
 	@touch $@
 
 # The benchmarks' peers, in environments of their own: their exact versions, so nothing is resolved (and what one of them
@@ -127,6 +136,18 @@ test-lowest: $(VENV)/lowest/made  ## the README's script and the tests below wit
 
 test-newest: $(VENV)/newest/made  ## data, tracking and checkpoints with the newest versions (not in CI: it depends on the day)
 	$(VENV)/newest/bin/python -m pytest -n $(JOBS) --dist worksteal tests/data tests/tracking tests/checkpoint $(ARGS)
+
+# Whatever depends on Python: processes, signals, threads, typing, pickling by loader workers.
+PYTHONS ?= 3.12 3.13
+PYTHONS_SAMPLE := 'tests/docs/test_code_blocks.py::test_every_code_block_runs[README.md]' tests/test_all_attributes.py \
+    tests/test_doctests.py tests/core tests/wire tests/tracking tests/reading \
+    $(addprefix tests/lake/,test_table.py test_listing.py test_object_store.py test_storage_law.py formats/test_delta.py formats/test_iceberg.py) \
+    $(addprefix tests/data/,test_law.py test_loader.py test_loader_workers.py test_worker_signals.py test_mixed_datasets.py test_packing.py test_tokenizing.py) \
+    $(addprefix tests/checkpoint/,test_one_rank.py test_kinds_of_objects.py test_with_loader.py test_sharded.py agent capturing/test_kinds.py preemption/test_signals.py)
+
+test-pythons: $(PYTHONS:%=$(VENV)/python%/made)  ## the README's script and a sample with Python 3.12 and 3.13 (not in CI: PyPI has no CPU torch for them)
+	@for one in $(PYTHONS); do echo "Python $$one"; \
+	    $(VENV)/python$$one/bin/python -m pytest -n $(JOBS) --dist worksteal $(PYTHONS_SAMPLE) $(ARGS); done
 
 mutants: $(VENV)/dev  ## plant the 94 faults of tests/mutants, one at a time, and count those that the tests find
 	$(BIN)/python tests/mutants/run.py --jobs $(JOBS) --json bench-out/mutants.json $(ARGS)

@@ -168,7 +168,8 @@ def test_pinning_without_an_accelerator_warns_and_reads_on(lake: Path) -> None:
             batches = list(loader)
         assert sorted(flat(batches)) == list(range(ROWS))
         assert all(batch.receipt.rows == len(batch["id"]) for batch in batches)
-        assert all("pin_memory" in str(one.message) for one in caught)
+        # from 3.12 on Python warns of a fork beside threads, too
+        assert all("pin_memory" in str(one.message) or "use of fork()" in str(one.message) for one in caught)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
