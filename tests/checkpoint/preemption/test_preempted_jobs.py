@@ -131,7 +131,7 @@ def test_a_peer_that_died_is_found_at_once_and_nothing_is_saved_anew(folder: Pat
     ranks[1].join(PATIENCE_S)
     os.kill(ranks[0].pid or 0, signal.SIGTERM)
     assert ends(ranks) == [143, -signal.SIGKILL]
-    assert "the process of rank 1 has ended. Nothing is saved anew" in log(folder)
+    assert "the process of rank 1 has ended: see its log. Nothing is saved anew" in log(folder)
     assert not (folder / "asked").exists(), "the launcher starts such a job again"
     assert go_on(folder) == 2 and wrong_rows(folder, ROWS) == {} and is_proved(folder)
 
