@@ -15,7 +15,8 @@ def test_survivors_of_a_dead_rank_end_at_once_and_save_nothing_anew(tmp_path: Pa
     write_table(tmp_path / "table", rows=ROWS, files=2)
     printed = elastic.run(tmp_path, "on")
     assert (
-        "SIGTERM: rank 1 has stopped: the process of rank 1 has ended: see its log. Nothing is saved anew: the newest checkpoint is of step 4" in printed
+        "SIGTERM: rank 1 has stopped: the process of rank 1 has ended: see its log. Nothing is saved anew: the newest "
+        "checkpoint is of step 4" in printed
     )
     first = lines(tmp_path, 1)[0]
     assert first["restored"] == elastic.KILLED_AFTER - 1
