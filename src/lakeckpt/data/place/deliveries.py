@@ -24,7 +24,8 @@ _MANY = 1000
 """So many micro-batches without a step are warned of."""
 _MANY_ROWS = 1_000_000
 """So many rows, where the loop gets single rows."""
-_EVERY: weakref.WeakSet[Deliveries] = weakref.WeakSet()
+_EVERY: weakref.WeakValueDictionary[int, Deliveries] = weakref.WeakValueDictionary()
+"""All that have delivered, by `id`; loaders of other threads are added at any time."""
 _IN_TRAINING: list[Callable[[], bool]] = []
 """Says whether the models of the newest manager of this process are in train mode; empty: there is none."""
 _NO_STEP = (
@@ -83,7 +84,7 @@ class Deliveries:
         if self._name is None and _IN_TRAINING and torch.is_grad_enabled() and _IN_TRAINING[-1]():
             self._in_training += 1
         if self._count == 1:
-            _EVERY.add(self)
+            _EVERY[id(self)] = self
         elif self._count == (_MANY_ROWS if self._row_wise else _MANY):
             self.check_stepped()
 
@@ -127,7 +128,7 @@ class Deliveries:
 
 def unsaved() -> int:
     """Return how many batches were delivered by loaders of this process whose place no manager saves."""
-    return sum(one._count for one in list(_EVERY) if not one.is_saved)
+    return sum(one._count for one in _every() if not one.is_saved)
 
 
 def watch_training(is_training: Callable[[], bool]) -> None:
@@ -137,4 +138,8 @@ def watch_training(is_training: Callable[[], bool]) -> None:
 
 def unsaved_in_training() -> int:
     """Return how many batches loaders whose place no manager saves have delivered while a model was trained."""
-    return sum(one._in_training for one in list(_EVERY) if not one.is_saved)
+    return sum(one._in_training for one in _every() if not one.is_saved)
+
+
+def _every() -> list[Deliveries]:
+    return [one for each in _EVERY.valuerefs() if (one := each()) is not None]  # at once, whatever another thread adds
