@@ -29,7 +29,7 @@ from lakeckpt.checkpoint.consumed.reader_states import consumption
 from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of
 from lakeckpt.checkpoint.format.manifest import ReaderRecord, Stretch
 from lakeckpt.core.flows.plan import flow_start, frontiers_of, joined, moved, part_of, replan_flow
-from lakeckpt.core.flows.state import FlowState
+from lakeckpt.core.flows.state import FlowState, Maker
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import replan, start
 from lakeckpt.core.state import Identity, ReaderState
@@ -51,6 +51,7 @@ TOKENS, LENGTH = 25 * 10**11, 2048
 LANES = 128
 MOST_BYTES, MOST_BYTES_OF_POSITIONS, MOST_BYTES_OF_SOURCE = 64 * 1024, 1024, 64
 SPEC = OrderSpec(seed=7, shuffle=True, window=4)
+_TOKENIZER = Maker(name="a tokenizer", how="packed", length=LENGTH, fingerprint="form:" + "0" * 32)
 _T = TypeVar("_T")
 
 
@@ -89,7 +90,7 @@ def states_of(nodes: int) -> tuple[FlowState, FlowState]:
     """The states of a job at one save, and at the next."""
     numbers, world_size = random.Random(nodes), nodes * RANKS
     begin = flow_start(
-        identity_of(ROWS), "a tokenizer", epoch=0, num_lanes=world_size * WORKERS, batch_size=64, world_size=world_size
+        identity_of(ROWS), _TOKENIZER, epoch=0, num_lanes=world_size * WORKERS, batch_size=64, world_size=world_size
     )
     rows = ROWS // begin.segment.num_lanes // 2
     done = [rows + numbers.randrange(1000) for _ in begin.done]
@@ -216,7 +217,7 @@ def positions_of(identity: Identity, topologies: int) -> ReaderState:
 def flow_of(identity: Identity, cuts: int) -> FlowState:
     """The state of a flow in the middle of an epoch, after so many re-cuts for another number of workers."""
     numbers, lanes = random.Random(cuts), LANES
-    state = flow_start(identity, "a tokenizer", epoch=3, num_lanes=lanes, batch_size=64, world_size=lanes)
+    state = flow_start(identity, _TOKENIZER, epoch=3, num_lanes=lanes, batch_size=64, world_size=lanes)
     for number in range(1, cuts + 2):
         every = {
             lane: (done + 10**6 + numbers.randrange(10**5), numbers.randrange(1, 64))
