@@ -131,7 +131,7 @@ LOWEST_CHECKPOINTS := test_one_rank.py test_tensor_file.py test_records.py test_
     test_commit.py interop
 
 test-lowest: $(VENV)/lowest/made  ## the README's script and the tests below with the lowest versions that are declared
-	$(VENV)/lowest/bin/python -m pytest -n $$((2 * $(JOBS))) --dist worksteal 'tests/docs/test_code_blocks.py::test_every_code_block_runs[README.md]' tests/test_versions.py tests/core \
+	HYPOTHESIS_PROFILE=lowest $(VENV)/lowest/bin/python -m pytest -n $$((2 * $(JOBS))) --dist worksteal 'tests/docs/test_code_blocks.py::test_every_code_block_runs[README.md]' tests/test_versions.py tests/core \
 	    tests/wire tests/reading tests/lake tests/data $(addprefix tests/checkpoint/,$(LOWEST_CHECKPOINTS)) $(ARGS)
 
 test-newest: $(VENV)/newest/made  ## data, tracking and checkpoints with the newest versions (not in CI: it depends on the day)
