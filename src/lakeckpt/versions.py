@@ -14,7 +14,7 @@ __all__ = ["LOWEST", "check_versions"]
 
 LOWEST = {
     "pyarrow": (21,),
-    "fsspec": (2024, 12),
+    "fsspec": (2025, 3, 2),
     "obstore": (0, 12),
     "torch": (2, 6),
     "msgpack": (1, 0, 5),
