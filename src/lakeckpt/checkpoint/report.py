@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.format.waits import SiteWaits
 from lakeckpt.checkpoint.outage import Outage
 from lakeckpt.checkpoint.persist.log import Damage
 from lakeckpt.counters import RunCounters
@@ -87,6 +88,8 @@ class CheckpointInfo:
     """Seconds since 1970."""
     metric: float | None = None
     """The metric that was given to ``manager.step`` or ``save``; None if none was given."""
+    waits: tuple[SiteWaits, ...] = ()
+    """How long ranks waited by site, and how much of the captures moved meanwhile; empty without ``bubbles=``."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> CheckpointInfo:
@@ -98,6 +101,7 @@ class CheckpointInfo:
             world_size=manifest.world_size,
             created_s=manifest.created_s,
             metric=manifest.metric,
+            waits=manifest.waits,
         )
 
 

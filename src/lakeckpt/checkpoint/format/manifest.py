@@ -17,6 +17,7 @@ from typing import Any, Literal
 from lakeckpt.checkpoint.format.begins import Begin, Captured, Restored
 from lakeckpt.checkpoint.format.fields import Digest
 from lakeckpt.checkpoint.format.parts import SaveId
+from lakeckpt.checkpoint.format.waits import SiteWaits
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.read_ahead import Basis
@@ -147,6 +148,8 @@ class Manifest:
     """The checkpoints of its history that kept their data; None: not recorded."""
     metric: float | None = None
     """The metric of the state, if the training loop gave one."""
+    waits: tuple[SiteWaits, ...] = ()
+    """How long the ranks waited by site, and how much of their captures moved meanwhile."""
 
     @property
     def save(self) -> SaveId:

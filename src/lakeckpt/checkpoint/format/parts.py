@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import Digest, Ranks
+from lakeckpt.checkpoint.format.waits import SiteWaits
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
@@ -171,6 +172,8 @@ class PartRecord:
     (`lakeckpt.checkpoint.consumed.reports`)."""
     excluded: bytes = b""
     """Reader → what the rank consumed and trained nothing on (`lakeckpt.checkpoint.consumed.excluded`)."""
+    waits: tuple[SiteWaits, ...] = ()
+    """How long the rank waited by site, and how much of its captures moved meanwhile."""
 
     def to_bytes(self) -> bytes:
         """Return the document of the part."""

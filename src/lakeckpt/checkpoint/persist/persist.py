@@ -28,6 +28,7 @@ from lakeckpt.checkpoint.format.parts import (
 )
 from lakeckpt.checkpoint.format.slabs import SLAB_BYTES, digests_of_slabs, slab_specs
 from lakeckpt.checkpoint.format.tensor_file import FileLayout, layout
+from lakeckpt.checkpoint.format.waits import SiteWaits
 from lakeckpt.checkpoint.persist.unchanged import Earlier, Wanted
 from lakeckpt.checkpoint.state.staged import StagedTensor
 from lakeckpt.errors import SaveFailed
@@ -75,6 +76,7 @@ def persist(
     outline: Outline | None = None,
     reports: Mapping[str, bytes] | None = None,
     excluded: bytes = b"",
+    waits: tuple[SiteWaits, ...] = (),
     earlier: Earlier | None = None,
     intact: Callable[[], None] = lambda: None,
 ) -> PartRecord:
@@ -109,6 +111,7 @@ def persist(
         outline=outline,
         reports=reports or {},
         excluded=excluded,
+        waits=waits,
     )
     storage.put(save.part_path(rank), [part.to_bytes()])
     return part

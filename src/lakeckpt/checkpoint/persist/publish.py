@@ -34,6 +34,7 @@ from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, SaveId, TreeRecord
 from lakeckpt.checkpoint.format.units import tensor_unit, tree_unit
 from lakeckpt.checkpoint.format.verified_reads import fetch_part
+from lakeckpt.checkpoint.format.waits import waits_of_job
 from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.agreement import Agreement, agree
 from lakeckpt.checkpoint.persist.attempt import Attempt, Tip
@@ -275,6 +276,7 @@ class Publisher:
             intact=cut.intact,
             reports=reports_of(cut.readers),
             excluded=excluded_of(cut.readers),
+            waits=cut.waits,
         )
 
     def _part_of(self, parent: int | None) -> Earlier:
@@ -360,6 +362,7 @@ class Publisher:
             write_id=uuid.uuid4().hex,
             keep=self._settings.keep,
             metric=cut.metric,
+            waits=waits_of_job([one.waits for one in parts]),
         )
 
     def _clear_failed(self, now: SaveId) -> None:
