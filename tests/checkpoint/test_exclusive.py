@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lakeckpt.checkpoint import presence
+from lakeckpt.checkpoint.restore import presence
 from lakeckpt.checkpoint.arena.markers import began_s
 from lakeckpt.checkpoint.format.manifest import Begin
 from lakeckpt.checkpoint.manager import CheckpointManager

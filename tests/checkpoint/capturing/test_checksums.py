@@ -16,8 +16,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.slices import plan_slices
 from lakeckpt.checkpoint.capture import engine as engine_module
 from lakeckpt.checkpoint.capture.slice_copier import Checksums
-from lakeckpt.checkpoint.report import CaptureWarning
-from lakeckpt.errors import AgentError
+from lakeckpt.errors import AgentError, CaptureWarning
 from tests.checkpoint.arena.summing import summing
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, steps_in

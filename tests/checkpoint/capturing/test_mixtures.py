@@ -31,8 +31,7 @@ from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.links import Batch
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import Checksums
-from lakeckpt.checkpoint.report import CaptureWarning
-from lakeckpt.errors import SaveFailed, UnannouncedChange
+from lakeckpt.errors import CaptureWarning, SaveFailed, UnannouncedChange
 from tests.checkpoint.arena.summing import summing
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
 from tests.checkpoint.capturing.reading import CUT, IDENTITY

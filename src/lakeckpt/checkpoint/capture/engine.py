@@ -40,9 +40,8 @@ from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import Checksums, SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
-from lakeckpt.checkpoint.report import CaptureWarning
 from lakeckpt.counters import RunCounters
-from lakeckpt.errors import AgentError, ConfigError, LakeckptError, SaveFailed
+from lakeckpt.errors import AgentError, CaptureWarning, ConfigError, LakeckptError, SaveFailed
 
 __all__ = ["CaptureEngine", "warn_of_others"]
 
