@@ -61,7 +61,7 @@ class Stretch:
     """The rows that a reader consumed between two states of one order and epoch (or endless stream)."""
 
     begin: Mapping[str, Any]
-    """The plain `lakeckpt.core.state.ReaderState` that it began with."""
+    """The plain `lakeckpt.core.state.State` that it began with."""
     end: Mapping[str, Any]
     consumed: Mapping[int, Intervals]
     """epoch → positions."""
