@@ -56,7 +56,7 @@ class Mixing:
 
     names: tuple[str, ...]
     weights: tuple[int, ...]
-    """At the start: fractions of `lakeckpt.core.streams.mixing.SCALE`."""
+    """At the start, as `lakeckpt.core.streams.mixing.fractions` returns them."""
     seed: int
     whole: bool
     """Whether a micro-batch is of one source."""
@@ -322,7 +322,7 @@ def _carried(state: MixedState, num_lanes: int) -> tuple[int, ...]:
         plan, segment = Plan(one), one.segment
         assert segment.share is not None
         done = turns(plan.micro_batch(one.step) - plan.deal.first, segment.num_lanes)
-        found.append(int(segment.share.excess(done, segment.batch_size) / num_lanes))
+        found.append(round(segment.share.excess(done, segment.batch_size) / num_lanes))
     return tuple(found)
 
 
