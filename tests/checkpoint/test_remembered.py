@@ -23,9 +23,8 @@ from lakeckpt.checkpoint.format.manifest import Captured, entry_from_bytes, entr
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import read_log
-from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.restore.from_memory import Offer, Remembered, where_it_goes_on
-from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch
+from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, DamageWarning
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.agent.rig import take_checksums
 from tests.checkpoint.rig import (

@@ -16,9 +16,9 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaLayout
 from lakeckpt.checkpoint.arena.slices import SlicePlan, plan_slices
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.manifest import Begin
 from lakeckpt.checkpoint.format.parts import RANDOM
-from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.persist.publish import Settings

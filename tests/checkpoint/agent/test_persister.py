@@ -15,8 +15,8 @@ from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.orders import Dropped, Order, Outcome
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.parts import SaveId
-from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.errors import ArenaError, StorageError

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lakeckpt.checkpoint.bubbles.watch import Bubbles
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.report import CheckpointInfo
 from lakeckpt.cli.explore.facts import facts_of
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.local import LocalStorage

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lakeckpt.checkpoint.bubbles.policy import IdleWindow
-from lakeckpt.checkpoint.bubbles.record import IterationRecord, MovedSlice, waits_of
-from lakeckpt.checkpoint.format.waits import SiteWaits, waits_of_job
+from lakeckpt.checkpoint.bubbles.record import IterationRecord, MovedSlice, waits_of, waits_of_job
+from lakeckpt.checkpoint.format.parts import SiteWaits
 
 RECORD = IterationRecord(
     step=3,

@@ -13,7 +13,7 @@ from typing import Any
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.format.fields import fields_of
-from lakeckpt.checkpoint.format.waits import SiteWaits
+from lakeckpt.checkpoint.format.parts import SiteWaits
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.errors import AgentError

@@ -26,11 +26,11 @@ from lakeckpt.checkpoint.arena.arena import Held
 from lakeckpt.checkpoint.arena.checksums import checked
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.consumed.pending import pending_from_bytes
-from lakeckpt.checkpoint.failures import ListeningWaiter, publish_failure, save_error, save_failed
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.failures import ListeningWaiter, publish_failure, save_error, save_failed
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.persist.records import RecordTalk
 from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree

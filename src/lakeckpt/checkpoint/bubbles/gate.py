@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from lakeckpt.checkpoint.bubbles.policy import BubblePolicy, IdleWindow, Kind
 from lakeckpt.checkpoint.bubbles.record import IterationRecord, MovedSlice, waits_of
-from lakeckpt.checkpoint.format.waits import SiteWaits
+from lakeckpt.checkpoint.format.parts import SiteWaits
 
 __all__ = ["BubbleGate", "Gate"]
 

@@ -10,12 +10,12 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from lakeckpt.checkpoint.bubbles.policy import IdleWindow, Kind
-from lakeckpt.checkpoint.format.waits import SiteWaits
+from lakeckpt.checkpoint.format.parts import SiteWaits
 
-__all__ = ["IterationRecord", "MovedSlice", "waits_of"]
+__all__ = ["IterationRecord", "MovedSlice", "waits_of", "waits_of_job"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,24 @@ def waits_of(records: Iterable[IterationRecord]) -> tuple[SiteWaits, ...]:
         SiteWaits(site=site, kind=kind, median_s=median(some), share=moved[site, kind] / total if total else 0.0)
         for (site, kind), some in sorted(lengths.items())
     )
+
+
+def waits_of_job(every: Sequence[Sequence[SiteWaits]]) -> tuple[SiteWaits, ...]:
+    """Return the waits of a job from those of ``every`` rank: the median of the ranks that have the site, and the mean
+    share of all ranks. The site in which most bytes moved comes first."""
+    found: defaultdict[tuple[str, Kind], list[SiteWaits]] = defaultdict(list)
+    for one in (one for waits in every for one in waits):
+        found[one.site, one.kind].append(one)
+    waits = [
+        SiteWaits(
+            site=site,
+            kind=kind,
+            median_s=median(one.median_s for one in some),
+            share=fmean([*(one.share for one in some), *[0.0] * (len(every) - len(some))]),
+        )
+        for (site, kind), some in found.items()
+    ]
+    return tuple(sorted(waits, key=lambda one: (-one.share, one.site)))
 
 
 def _key(window: IdleWindow) -> tuple[str, Kind]:

@@ -39,10 +39,9 @@ from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
-from lakeckpt.checkpoint.format.waits import SiteWaits
-from lakeckpt.checkpoint.report import CaptureWarning
+from lakeckpt.checkpoint.format.parts import SiteWaits
 from lakeckpt.counters import RunCounters
-from lakeckpt.errors import ConfigError, LakeckptError, SaveFailed
+from lakeckpt.errors import CaptureWarning, ConfigError, LakeckptError, SaveFailed
 
 __all__ = ["CaptureEngine", "warn_of_others"]
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import Digest, Ranks
-from lakeckpt.checkpoint.format.waits import SiteWaits
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
@@ -33,6 +33,7 @@ __all__ = [
     "Outline",
     "PartRecord",
     "SaveId",
+    "SiteWaits",
     "SlabRecord",
     "TensorRecord",
     "TreeRecord",
@@ -150,6 +151,20 @@ class Outline:
     """The other ranks whose parts hold some of the units."""
     different: tuple[str, ...]
     """The names (``tensor:…``, ``tree:…``) of units that differ on other ranks."""
+
+
+@as_row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteWaits:
+    """The last waits at ``site``, such as ``pipeline``, ``ddp`` or ``data``."""
+
+    site: str
+    kind: Literal["bubble", "free"]
+    """Whether the rank was idle, or computed while the link to the host was free."""
+    median_s: float
+    """The median length of a wait, in seconds."""
+    share: float
+    """The part of all captured bytes that moved in these waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

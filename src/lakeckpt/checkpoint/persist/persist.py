@@ -22,13 +22,13 @@ from lakeckpt.checkpoint.format.parts import (
     Outline,
     PartRecord,
     SaveId,
+    SiteWaits,
     SlabRecord,
     TensorRecord,
     TreeRecord,
 )
 from lakeckpt.checkpoint.format.slabs import SLAB_BYTES, digests_of_slabs, slab_specs
 from lakeckpt.checkpoint.format.tensor_file import FileLayout, layout
-from lakeckpt.checkpoint.format.waits import SiteWaits
 from lakeckpt.checkpoint.persist.unchanged import Earlier, Wanted
 from lakeckpt.checkpoint.state.staged import StagedTensor
 from lakeckpt.errors import SaveFailed

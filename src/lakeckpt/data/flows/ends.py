@@ -25,8 +25,8 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from lakeckpt.core.flows.plan import FlowPlan
-from lakeckpt.core.flows.state import FlowState
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import State
 from lakeckpt.errors import ConfigError, MissingRanksError
 from lakeckpt.wire.envelope import dumps
 
@@ -155,13 +155,13 @@ def _key(rank: int, last: int) -> str:
     return f"{rank}/{last}"
 
 
-def ends_of(state: FlowState, rank: int) -> Ends:
+def ends_of(state: State, rank: int) -> Ends:
     """Return how ``rank`` learns of the end of the epoch, of which all ranks go on from ``state``, of the whole job.
 
     Raises `ConfigError` where there are several ranks, and no store in which they could agree.
     """
     world_size = state.segment.world_size
-    if world_size == 1 or state.identity.endless or FlowPlan(state).at_end:
+    if world_size == 1 or state.identity.endless or Plan(state).at_end:
         return Ends()  # of an epoch that is over, the state may have other ranks than the job
     store = _store(world_size)
     if store is None:

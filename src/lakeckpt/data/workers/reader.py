@@ -32,8 +32,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
-from lakeckpt.core.flows.state import FlowState
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixture import MixedState, stretches
 from lakeckpt.counters import take_stores
 from lakeckpt.data.ahead import Ahead
@@ -55,8 +54,8 @@ _GROUP_S = 0.05
 class Beginning:
     """The place where an iteration begins, from which a worker plans."""
 
-    state: ReaderState | MixedState | FlowState
-    """The state of the job; of a flow, the part of the rank, or the state of the job."""
+    state: State | MixedState
+    """The state of the job, or if consumption depends on the data, the part of the rank."""
     rank: int
 
 
@@ -109,7 +108,7 @@ class WorkerReader(Dataset[Group]):
         if not isinstance(source, FlowSource):
             return Ahead(source, _assignments(beginning, worker, workers))
         state = beginning.state
-        assert isinstance(state, FlowState)
+        assert isinstance(state, State)
         ranks = state.segment.world_size
         return FlowReading(source, state, beginning.rank, owns=lambda lane: lane // ranks % workers == worker)
 
@@ -178,7 +177,6 @@ def _exit_after(main: Any) -> None:
 def _assignments(beginning: Beginning, worker: int, workers: int) -> Iterator[Any]:
     """Yield what ``worker`` of ``workers`` reads of the rest of the epoch."""
     rank, state = beginning.rank, beginning.state
-    assert not isinstance(state, FlowState)
     for plan, step, stop in stretches(state):
         while stop is None or step < stop:
             if plan.owner(step, rank) % workers == worker:
