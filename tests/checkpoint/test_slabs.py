@@ -20,6 +20,7 @@ from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.format import slabs
+from lakeckpt.checkpoint.format.begins import CutId
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, content_digest, leaf_digests
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.keep import Keep
@@ -362,7 +363,7 @@ def test_cuts_in_an_arena_are_persisted_slab_by_slab(tmp_path: Path) -> None:
     try:
         for step, row in enumerate((0, 2999, 1500, 1500), 1):
             touch(module, row, -step)
-            engine.cut(step, attempt="0", cut=bytes(16), must=True)
+            engine.cut(CutId(attempt=0, step=step), digest=bytes(16), must=True)
             engine.wait()
             before = files(storage)
             persister = Persister(

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 from lakeckpt.wire.documents import Count, Positive, as_row
 
-__all__ = ["Begin", "Captured", "Facts", "Restored", "said_of"]
+__all__ = ["Begin", "CutId", "Facts", "Restored", "said_of"]
 
 Facts = Mapping[str, Mapping[str, str]]
 """Reader → what a script gave to it → a text, for people."""
@@ -23,22 +23,28 @@ Facts = Mapping[str, Mapping[str, str]]
 
 @as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """A cut in host memory: the generation of ``step`` that ``attempt`` captured."""
+class CutId:
+    """A cut: the state after optimizer step ``step``, as ``attempt`` had it. An attempt that goes on from a cut of a
+    step may have another cut of that step."""
 
     attempt: Count
     step: Count
 
+    @property
+    def age(self) -> tuple[int, int]:
+        """What orders cuts from old to new."""
+        return self.step, self.attempt
+
     def to_text(self) -> str:
         """For messages between ranks.
 
-        >>> Captured(attempt=3, step=70).to_text()
+        >>> CutId(attempt=3, step=70).to_text()
         '3:70'
         """
         return f"{self.attempt}:{self.step}"
 
     @classmethod
-    def from_text(cls, text: str) -> Captured:
+    def from_text(cls, text: str) -> CutId:
         """Return the cut from a text of `to_text`."""
         attempt, _, step = text.partition(":")
         return cls(attempt=int(attempt), step=int(step))
@@ -86,7 +92,7 @@ class Restored:
     pid: Count = 0
     skipped: Mapping[str, Count] = field(default_factory=dict)
     """reader → the epoch whose rest it skips, because the table version is gone."""
-    captured: Captured | None = None
+    captured: CutId | None = None
     """The cut in host memory that it went on from, if that was not older than ``restored``."""
     rolled_back_to: Count | None = None
     """The step of the roll-back that this entry obeys (``restore(step=…)``) or orders (``lakeckpt rollback``)."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lakeckpt.checkpoint.format.begins import Begin, Captured, Restored
+from lakeckpt.checkpoint.format.begins import Begin, CutId, Restored
 from lakeckpt.checkpoint.format.fields import Digest
 from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.parts import SaveId, SiteWaits
@@ -26,8 +26,8 @@ from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = [
     "Begin",
-    "Captured",
     "CheckpointInfo",
+    "CutId",
     "Entry",
     "Excluded",
     "ExcludedFor",

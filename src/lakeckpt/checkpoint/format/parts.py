@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lakeckpt.checkpoint.format.begins import CutId
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import Digest, Ranks
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
@@ -62,6 +63,11 @@ class SaveId:
     """Optimizer steps done at its cut."""
     number: Count
     """How many saves the attempt had begun before it."""
+
+    @property
+    def cut(self) -> CutId:
+        """The cut that is saved."""
+        return CutId(attempt=self.attempt, step=self.step)
 
     @property
     def folder(self) -> str:
