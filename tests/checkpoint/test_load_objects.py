@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import lakeckpt
 from lakeckpt import Keep
-from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.state import State
 from lakeckpt.errors import (
@@ -24,6 +24,7 @@ from lakeckpt.errors import (
     CheckpointMismatch,
     CheckpointNotFound,
     ConfigError,
+    DamageWarning,
     NewerFormat,
 )
 from lakeckpt.lake.storage.base import ObjectInfo

@@ -231,7 +231,7 @@ def _carried(state: State, num_lanes: int) -> tuple[int, ...] | None:
     plan, segment = MixedPlan(state), state.segment
     done = turns(plan.micro_batch(state.step) - plan.first, segment.num_lanes)
     every = (plan.share(number).excess(done, segment.batch_size) for number in range(len(state.orders)))
-    return tuple(int(one / num_lanes) for one in every)
+    return tuple(round(one / num_lanes) for one in every)
 
 
 def advanced(state: State) -> State:

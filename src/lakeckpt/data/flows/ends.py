@@ -22,11 +22,11 @@ from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
+from lakeckpt.data.base.torch_private import job_store
 from lakeckpt.errors import ConfigError, MissingRanksError
 from lakeckpt.wire.envelope import dumps
 
@@ -163,7 +163,7 @@ def ends_of(state: State, rank: int) -> Ends:
     world_size = state.segment.world_size
     if world_size == 1 or state.identity.endless or Plan(state).at_end:
         return Ends()  # of an epoch that is over, the state may have other ranks than the job
-    store = _store(world_size)
+    store = job_store(world_size)
     if store is None:
         raise ConfigError(
             f"this is rank {rank} of {world_size}, and how many rows the transform yields decides when an epoch ends: "
@@ -172,12 +172,3 @@ def ends_of(state: State, rank: int) -> Ends:
         )
     digest = blake2b(dumps(state.to_plain(), kind="state", version=(1, 0)), digest_size=16).hexdigest()
     return JobEnds(store, digest, rank=rank, world_size=world_size)
-
-
-def _store(world_size: int) -> Any:
-    """Return the store of the job; None where there is none, or where it is of fewer processes."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < world_size:
-        return None
-    with contextlib.suppress(RuntimeError, ValueError):
-        return _get_default_store()
-    return None

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from lakeckpt.core.consumption import between
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
-from lakeckpt.core.streams.mixing import SCALE
 from lakeckpt.data.flows.calls import maker_of
 from lakeckpt.data.place.deliveries import Deliveries
 from lakeckpt.data.place.identity import Pinned
@@ -243,4 +242,5 @@ def _transform_of(source: Any) -> str:
 
 def _named(names: tuple[str, ...], weights: tuple[int, ...]) -> str:
     """Return the weights by names, for people and to be compared."""
-    return ", ".join(f"{name} {weight / SCALE:.4g}" for name, weight in zip(names, weights, strict=True))
+    total = sum(weights)
+    return ", ".join(f"{name} {weight / total:.4g}" for name, weight in zip(names, weights, strict=True))

@@ -50,15 +50,15 @@ def mix(
     """Return a dataset that reads rows, or packed sequences, of several datasets in the proportion of their weights.
 
     Each source has its own table version, order and epochs, and every row of it counts exactly once in each of its
-    epochs. Which source a row comes from depends on the weights, the seed and the place of the row alone. After any n
-    rows of a lane, each source has had its share of them to within one row.
+    epochs. Which source a row comes from depends on the weights, the seed and the place of the row alone. Of the first
+    n rows of a lane, each source has its share to within two rows, counted from the last change of weights or lanes on.
 
         mixed = lakeckpt.mix({"web": (web, 0.7), "code": (code, 0.3)}, batch_size=8)
         loader = lakeckpt.LakeLoader(mixed, num_workers=2)
 
     Args:
-        sources: name → (a `LakeDataset`, packed or not; its weight). Weights need not add up to 1; they are rounded to
-            fractions of 65,536. A dataset describes its source: it was never read, and has no memory limit of its own.
+        sources: name → (a `LakeDataset`, packed or not; its weight). Weights need not add up to 1. They are rounded,
+            each by at most 1 %. A dataset describes its source: it was never read, and has no memory limit of its own.
             Its ``batch_size``, ``endless`` and lanes do not count; its filters, transforms and options do. The columns
             of all must have the same names and types. A transform gets the rows of its source in a micro-batch, and
             must return a dict.

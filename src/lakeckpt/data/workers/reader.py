@@ -28,14 +28,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixture import stretches
 from lakeckpt.counters import take_stores
 from lakeckpt.data.ahead import Ahead
+from lakeckpt.data.base.torch_private import ExceptionWrapper, set_worker_info
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.flows.reading import FlowReading
 from lakeckpt.data.flows.source import FlowSource
@@ -148,9 +147,7 @@ class WorkerInit:
         _end_with_main()
         info = get_worker_info()
         assert info is not None and isinstance(info.dataset, WorkerReader)
-        torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=self.worker, num_workers=self.workers, seed=info.seed, dataset=info.dataset.dataset
-        )
+        set_worker_info(worker=self.worker, workers=self.workers, seed=info.seed, dataset=info.dataset.dataset)
         if self.worker_init_fn is not None:
             self.worker_init_fn(self.worker)
 
