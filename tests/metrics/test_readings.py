@@ -157,9 +157,9 @@ def test_epochs_of_each_source_of_a_mixture_are_those_of_its_state(lake: Path, t
     mixture = lakeckpt.mix({name: (one, 1.0) for name, one in sources.items()}, seed=3)
     loader = LakeLoader(mixture)
     for _ in itertools.islice(loader, 11):
-        plain = loader.state_dict()["sources"]
-        for name, rows in (("large", LAKE.rows), ("small", 10)):
-            exact = sum(one.size for one in consumed(State.from_plain(plain[name])).values()) / rows
+        state = State.from_plain(loader.state_dict())
+        for number, (name, rows) in enumerate((("large", LAKE.rows), ("small", 10))):
+            exact = sum(one.size for one in consumed(state.of(number)).values()) / rows
             assert of("epochs")[f"loader.{name}",] == pytest.approx(exact)
     assert of("epochs")["loader.small",] > 3
     assert of("rows_total") == {("loader",): 66}

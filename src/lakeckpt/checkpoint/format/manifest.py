@@ -58,13 +58,13 @@ class PartRef:
 @as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """The rows that a reader consumed between two states of one order and epoch (or endless stream)."""
+    """The rows that a reader consumed between two states of one order and epoch (or endless stream, or mixture)."""
 
     begin: Mapping[str, Any]
     """The plain `lakeckpt.core.state.State` that it began with."""
     end: Mapping[str, Any]
     consumed: Mapping[int, Intervals]
-    """epoch → positions."""
+    """epoch → positions; empty for a mixture, of which the two states tell the positions of each source."""
     basis: Basis = "inferred"
     """How it is known that steps used the rows."""
     reason: str = ""
@@ -89,7 +89,9 @@ class Excluded:
     """The optimizer step with which they count as consumed."""
     reason: ExcludedFor
     positions: Mapping[int, Intervals]
-    """epoch → positions; of a flow, positions of which some items trained nothing."""
+    """epoch → positions; if consumption depends on the data, positions of which some items trained nothing."""
+    source: str | None = None
+    """The source of a mixture whose positions they are; None: the reader reads one table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

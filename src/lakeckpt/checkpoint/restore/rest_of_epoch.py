@@ -60,6 +60,8 @@ _KIND, _VERSION = "carried-over", (1, 0)
 def in_lockstep(plain: Mapping[str, Any], what: str) -> State:
     """Return the state that ``plain`` was made of. Raises `ConfigError`, which says that ``what`` cannot be done in
     mid-epoch, if its consumption depends on the data, and `StateError` if it is none."""
+    if plain.get("mixing") is not None:
+        raise ConfigError(f"{what} cannot go on in the middle of an epoch: it is a mixture of endless streams")
     if depends_on_data(plain):
         raise ConfigError(
             f"{what} cannot go on in the middle of an epoch: what it consumes depends on the data, and a row may be "
@@ -73,7 +75,7 @@ def excluding(state: State, index: TableIndex, there: TableIndex) -> tuple[Table
 
     ``index`` is the index of ``state``; ``there`` is the same with other excluded row groups.
     """
-    if (state.step, state.base) != (0, None):
+    if state.step or state.bases:
         return rest_of_epoch(state, there.whole, rows_consumed(state, index))
     lanes, batch_size, world_size = state.segment.topology
     identity = _identity(state, there)
@@ -89,11 +91,11 @@ def rest_of_epoch(state: State, there: TableIndex, taken: Deletes) -> tuple[Tabl
     lanes, _, _ = state.segment.topology
     left = Left(epoch=state.epoch, positions=Intervals.whole(rest.num_rows), num_lanes=lanes, rotation=0)
     found = State(
-        identity=_identity(state, rest),
+        orders=(_identity(state, rest),),
         epoch=state.epoch,
         segments=(replace(state.segment, micro_batch=0, step=0),),
         step=0,
-        base=Rest(begun=(left,), next_epoch=state.epoch + 1),
+        bases=(Rest(begun=(left,), next_epoch=state.epoch + 1),),
     )
     return rest, found
 

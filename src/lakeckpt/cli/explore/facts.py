@@ -17,11 +17,11 @@ from lakeckpt.checkpoint.consumed.rows import Order
 from lakeckpt.checkpoint.ledger.audit import audit_history, read_run
 from lakeckpt.checkpoint.ledger.explain import explain_history
 from lakeckpt.checkpoint.ledger.indexes import orders_of
+from lakeckpt.checkpoint.ledger.records import readers_in
 from lakeckpt.checkpoint.ledger.verify import Kept
 from lakeckpt.checkpoint.persist.history import History
 from lakeckpt.cli.inspect import overview_of
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.state import State
 from lakeckpt.errors import LakeckptError
 from lakeckpt.lake.storage.base import Storage
 
@@ -74,11 +74,11 @@ def _epochs(history: History) -> dict[str, list[dict[str, Any]]]:
     """Return for each reader the strips of its epochs."""
     found: dict[str, dict[int, _Strip]] = {}
     for manifest in history.chain:
-        for name, record in manifest.readers.items():
+        for name, record in readers_in(manifest).items():
             strips = found.setdefault(name, {})
             for stretch in record.stretches:
-                identity = State.from_plain(stretch.begin).identity
-                attempt = manifest.attempt if stretch.attempt < 0 else stretch.attempt
+                identity, attempt = stretch.begin.identity, stretch.record.attempt
+                attempt = manifest.attempt if attempt < 0 else attempt
                 for epoch, positions in stretch.consumed.items():
                     strips.setdefault(epoch, _Strip(identity.rows_of(epoch))).add(positions, attempt)
     return {
