@@ -190,7 +190,14 @@ class Arena:
                     sequence += 1 + sequence % 2
                     self._put_sequence(number, sequence)
                     self._filling.add(number)
-                    return Filling(arena=self, number=number, sequence=sequence)
+                    return Filling(
+                        layout=self.layout,
+                        number=number,
+                        sequence=sequence,
+                        memory=self._view,
+                        put=self._put,
+                        end=self._end,
+                    )
         return None
 
     def _spare(self, common: int | None) -> list[int]:
@@ -251,7 +258,7 @@ class Arena:
         with contextlib.suppress(AttributeError):
             _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), advice)
 
-    def _end(self, number: int, record: GenerationRecord | None = None) -> None:
+    def _end(self, number: int, record: GenerationRecord | None) -> None:
         """End the filling of a generation, which is complete where there is a ``record``."""
         with self._lock:
             if record is not None:

@@ -202,7 +202,7 @@ class ArenaFolder:
             raise ArenaError(
                 f"an arena of {layout.generations} generations of {layout.data_bytes / 2**30:.2f} GiB takes "
                 f"{layout.size_bytes / 2**30:.2f} GiB, and {max(free, 0) / 2**30:.2f} GiB are free in {self.path!r}: "
-                "give a folder on a disk, capture less, or make room"
+                "give a folder on a disk, or make room: `lakeckpt doctor` lists what ended jobs have left there"
             )
 
     def _nameless(self, folder: int) -> int:
