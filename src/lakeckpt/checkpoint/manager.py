@@ -26,12 +26,11 @@ from lakeckpt.checkpoint.opening import checked_place, open_saves, place_of
 from lakeckpt.checkpoint.outage import Outage
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.failures import note_left, note_stop
-from lakeckpt.checkpoint.persist.history import not_rolled_back
-from lakeckpt.checkpoint.persist.log import read_log
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.checkpoint.preemption.preemption import Preempted, Preemption
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of
 from lakeckpt.checkpoint.report import Reporter, SaveHandle
+from lakeckpt.checkpoint.restore.candidates import newest_checkpoint
 from lakeckpt.checkpoint.restore.presence import Presence
 from lakeckpt.checkpoint.restore.restorer import Restorer, RestoreReport
 from lakeckpt.checkpoint.schedule import Schedule, interval_of
@@ -164,8 +163,8 @@ class CheckpointManager:
     def latest(self) -> CheckpointInfo | None:
         """The newest commit of the history that can be read, or None. It does not verify the data. Raises `NewerFormat`
         where a newer lakeckpt wrote into the log."""
-        commits = not_rolled_back(read_log(self._storage))
-        return CheckpointInfo.of(commits[0]) if commits else None
+        newest = newest_checkpoint(self._storage)
+        return None if newest is None else CheckpointInfo.of(newest)
 
     # --- what a training loop calls
 

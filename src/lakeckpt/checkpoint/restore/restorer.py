@@ -157,7 +157,6 @@ class Restorer:
                 chosen = self._compare(choice["run"], which)
                 if chosen is None or not self._apply(chosen):
                     continue
-            self._chooser.report_lost(self._all.ask_rank_0(self._chooser.find_lost)["lost"])
             skipped = {} if chosen is None else _epochs_skipped(chosen)
             work = partial(self._chooser.restored, choice, begun, skipped, which[1])
             last = int(self._all.ask_rank_0(work)["last"])
