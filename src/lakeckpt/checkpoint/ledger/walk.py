@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from lakeckpt.checkpoint.consumed.reader_states import AnyState, at_end, begun, consumed, consumption, replanned
+from lakeckpt.checkpoint.consumed.rest_of_epoch import rows_consumed
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest, ReaderRecord, Stretch
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, piece_of
-from lakeckpt.checkpoint.restore.rest_of_epoch import rows_consumed
 from lakeckpt.core.flows.plan import read_state
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.state import Identity
@@ -164,8 +164,7 @@ class ReaderWalk:
         self.notes[
             f"the rest of epoch {state.epoch} went on with other excluded row groups"
             if is_same_version
-            else f"what was left of epoch {state.epoch} was carried over to another version of the table; that these "
-            "are the same rows was proved by a key, then"
+            else f"what was left of epoch {state.epoch} went on with another version of the table"
         ] = None
 
     def _index_of(self, identity: Identity) -> TableIndex | None:

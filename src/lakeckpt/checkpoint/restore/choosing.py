@@ -28,7 +28,6 @@ from lakeckpt.checkpoint.persist.log import LOG, SlotTaken, put_entry, slot_path
 from lakeckpt.checkpoint.restore.candidates import RunLog, before_orders, no_such_step
 from lakeckpt.checkpoint.restore.changes import facts_of, recorded, say_changes
 from lakeckpt.checkpoint.restore.from_memory import Offer, where_it_goes_on
-from lakeckpt.checkpoint.restore.rest_of_epoch import is_carried_over
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, DamageWarning, StorageError
 from lakeckpt.lake.storage.base import Storage, clear_leftovers, expect_folder
 
@@ -89,8 +88,6 @@ class Chooser(RunLog):
         return self._newest() if step is None else self._rolled_back(step)
 
     def _offer(self, chosen: Manifest | None) -> Offer | None:
-        if chosen is not None and is_carried_over(self._storage, chosen):
-            return None  # somebody carried the place of this checkpoint over: it is this one that is to be restored
         return where_it_goes_on(at_work(self.view), chosen)
 
     def _newest(self) -> Manifest | None:

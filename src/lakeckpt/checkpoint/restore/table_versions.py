@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any, cast
 
 from lakeckpt.checkpoint.consumed.reader_states import of_positions
+from lakeckpt.checkpoint.consumed.rest_of_epoch import excluding
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import index_path
-from lakeckpt.checkpoint.restore.rest_of_epoch import excluding
 from lakeckpt.core.state import ReaderState
 from lakeckpt.errors import CheckpointDamaged, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage

@@ -19,7 +19,6 @@ from lakeckpt.checkpoint.persist.log import read_entry, slot_path
 from lakeckpt.checkpoint.restore.compare import differences, refusal
 from lakeckpt.checkpoint.restore.from_storage import load
 from lakeckpt.checkpoint.restore.load_into import is_large, load_in_place, load_small
-from lakeckpt.checkpoint.restore.rest_of_epoch import carried_over
 from lakeckpt.checkpoint.restore.table_versions import Pins, fit_readers, go_to
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.errors import CheckpointDamaged, NewerFormat, WireError
@@ -105,7 +104,7 @@ class Trial:
         manifest = self.manifest(slot)
         rank, world_size = self._exchange.rank, self._exchange.world_size
         loaded = load(self._storage, manifest, rank=rank, world_size=world_size, items=self._items)
-        readers = carried_over(self._storage, manifest)
+        readers = dict(manifest.readers)
         if self._items is not None:
             readers = {name: one for name, one in readers.items() if name in self._items}
         pins = self.compare(loaded, readers, f"in slot {slot}")
