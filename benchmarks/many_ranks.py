@@ -25,10 +25,10 @@ import numpy as np
 from benchmarks.measure import show
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests, short_digest
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.manifest import Begin, Manifest
 from lakeckpt.checkpoint.format.parts import PARTS, SHARING, SaveId
 from lakeckpt.checkpoint.format.sharing import Sharing, sharing_to_bytes
-from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings

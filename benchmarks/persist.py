@@ -38,8 +38,8 @@ from lakeckpt.checkpoint.agent.orders import Bye, Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.manifest import Begin
-from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import put_entry

@@ -23,9 +23,9 @@ from typing import Any
 
 from benchmarks.many_ranks import TIMEOUT_S, Round, Talker, staged
 from benchmarks.measure import show
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.manifest import Begin, Manifest
 from lakeckpt.checkpoint.format.parts import SaveId
-from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import put_entry, read_entry
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings

@@ -16,10 +16,10 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Batch": "lakeckpt.data.batch",
-    "CheckpointInfo": "lakeckpt.checkpoint.report",
+    "CheckpointInfo": "lakeckpt.checkpoint.format.manifest",
     "CheckpointManager": "lakeckpt.checkpoint.manager",
     "Follow": "lakeckpt.data.options",
-    "Keep": "lakeckpt.checkpoint.keep",
+    "Keep": "lakeckpt.checkpoint.format.keep",
     "MixedReceipt": "lakeckpt.core.streams.mixed_batches",
     "ConsumptionWarning": "lakeckpt.data.place.deliveries",
     "LakeDataset": "lakeckpt.data.dataset",
@@ -28,14 +28,14 @@ _PUBLIC = {
     "ReadOptions": "lakeckpt.data.options",
     "ReadAheadWarning": "lakeckpt.data.place.deliveries",
     "Receipt": "lakeckpt.core.receipts",
-    "RestoreReport": "lakeckpt.checkpoint.report",
+    "RestoreReport": "lakeckpt.checkpoint.restore.restorer",
     "SaveHandle": "lakeckpt.checkpoint.report",
     "Table": "lakeckpt.lake.table.table",
     "TransformContext": "lakeckpt.data.transform",
     "cumulative_lengths": "lakeckpt.data.streams.pack",
     "errors": "lakeckpt.errors",
-    "load": "lakeckpt.checkpoint.restore.load",
-    "merge_states": "lakeckpt.core.flows.plan",
+    "load": "lakeckpt.checkpoint.load",
+    "merge_states": "lakeckpt.core.merge",
     "mix": "lakeckpt.data.streams.mix",
     "open_table": "lakeckpt.lake.formats.dispatch",
     "pack": "lakeckpt.data.streams.pack",
@@ -76,11 +76,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lakeckpt import errors
-    from lakeckpt.checkpoint.keep import Keep
+    from lakeckpt.checkpoint.format.keep import Keep
+    from lakeckpt.checkpoint.format.manifest import CheckpointInfo
+    from lakeckpt.checkpoint.load import load
     from lakeckpt.checkpoint.manager import CheckpointManager
-    from lakeckpt.checkpoint.report import CheckpointInfo, RestoreReport, SaveHandle
-    from lakeckpt.checkpoint.restore.load import load
-    from lakeckpt.core.flows.plan import merge_states
+    from lakeckpt.checkpoint.report import SaveHandle
+    from lakeckpt.checkpoint.restore.restorer import RestoreReport
+    from lakeckpt.core.merge import merge_states
     from lakeckpt.core.receipts import Receipt
     from lakeckpt.core.streams.mixed_batches import MixedReceipt
     from lakeckpt.data.batch import Batch

@@ -43,6 +43,7 @@ stable, machine-readable name::
         ├── ObjectChanged      it is not the object that was listed
         └── ConditionalPutUnsupported   the store cannot commit atomically: use another
 
+Warnings of checkpoints: `CaptureWarning`, `DamageWarning`, `RestartWarning`, `RetentionWarning`, `SaveWarning`.
 `UntestedVersionWarning` is the warning of `lakeckpt.integrations`.
 """
 
@@ -55,12 +56,14 @@ __all__ = [
     "ArenaDamaged",
     "ArenaError",
     "AttemptSuperseded",
+    "CaptureWarning",
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointMismatch",
     "CheckpointNotFound",
     "ConditionalPutUnsupported",
     "ConfigError",
+    "DamageWarning",
     "DataFileChanged",
     "DataFileDamaged",
     "LakeckptError",
@@ -70,10 +73,13 @@ __all__ = [
     "ObjectChanged",
     "ObjectExists",
     "ObjectMissing",
+    "RestartWarning",
+    "RetentionWarning",
     "RunInUse",
     "SaveFailed",
     "SaveRefused",
     "SaveSkipped",
+    "SaveWarning",
     "SchemaError",
     "StateError",
     "StateMismatch",
@@ -285,6 +291,29 @@ class ObjectChanged(StorageError, kind="object_changed"):
 
 class ConditionalPutUnsupported(StorageError, kind="conditional_put_unsupported"):
     """The store cannot put an object only where there is none."""
+
+
+class CaptureWarning(UserWarning):
+    """Captures cannot run beside training as they should, or take longer. The captured states are complete and correct
+    all the same."""
+
+
+class DamageWarning(UserWarning):
+    """An object of the run is not as it was written. Either the restore took an older checkpoint, or it did not need
+    the object. The warning is also raised for a cut in memory that cannot be restored; its message then says
+    that nothing is damaged."""
+
+
+class RestartWarning(UserWarning):
+    """Something that the script gives differs from the attempt before, and the run goes on without it."""
+
+
+class RetentionWarning(UserWarning):
+    """Checkpoints that are not to be kept could not be removed, and take up room; the next save tries again."""
+
+
+class SaveWarning(UserWarning):
+    """A save failed and training goes on; nothing was committed."""
 
 
 class UntestedVersionWarning(UserWarning):

@@ -32,12 +32,14 @@ from lakeckpt.checkpoint.consumed.tracks import Journal
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.report import CaptureWarning, RetentionWarning, SaveWarning
 from lakeckpt.errors import (
     ArenaError,
     AttemptSuperseded,
+    CaptureWarning,
     ConfigError,
+    RetentionWarning,
     SaveFailed,
+    SaveWarning,
     StorageError,
     TrackingError,
 )

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from lakeckpt.checkpoint.failures import publish_failure
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, content_digest, leaf_digests, short_digest
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.parts import PartRecord, SaveId, TreeRecord
 from lakeckpt.checkpoint.format.units import tensor_unit
 from lakeckpt.checkpoint.persist.agreement import sum_of
 from lakeckpt.checkpoint.persist.commit import Expected, await_commit, collect_parts, verify_objects
+from lakeckpt.checkpoint.persist.failures import publish_failure
 from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.state.staged import StagedTensor

@@ -16,8 +16,7 @@ from lakeckpt import open_table
 from lakeckpt.checkpoint.format.verified_reads import fetch_part
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.errors import CheckpointDamaged, NewerFormat, SaveFailed
+from lakeckpt.errors import CheckpointDamaged, DamageWarning, NewerFormat, SaveFailed
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.wire.envelope import dumps
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager, train_step, training

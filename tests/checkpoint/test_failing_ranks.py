@@ -22,15 +22,16 @@ from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.report import CaptureWarning, SaveWarning
 from lakeckpt.checkpoint.restore import restorer
 from lakeckpt.errors import (
     AgentError,
     ArenaError,
+    CaptureWarning,
     CheckpointError,
     LakeckptError,
     SaveFailed,
     SaveRefused,
+    SaveWarning,
     StateUnavailable,
     StorageError,
     TrackingError,

@@ -14,9 +14,8 @@ from lakeckpt.checkpoint.format.manifest import PartRef, entry_to_bytes
 from lakeckpt.checkpoint.format.parts import PartRecord
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import slot_path
-from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.restore.from_storage import load
-from lakeckpt.errors import CheckpointDamaged, LakeckptError, WireError
+from lakeckpt.errors import CheckpointDamaged, DamageWarning, LakeckptError, WireError
 from lakeckpt.wire.envelope import dumps, loads
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks, training
 

@@ -13,9 +13,8 @@ import torch
 import lakeckpt.checkpoint.restore.load_into as in_place
 import lakeckpt.checkpoint.state.loaded as loaded_module
 from lakeckpt import CheckpointManager
-from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.state.tensors import empty_for
-from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, ObjectMissing, StorageError
+from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, DamageWarning, ObjectMissing, StorageError
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import (
     Counter,

@@ -13,8 +13,7 @@ from lakeckpt import CheckpointManager, LakeLoader
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import index_path
 from lakeckpt.checkpoint.persist.indexes import documents_of_all, write_documents
-from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.errors import AttemptSuperseded, StorageError
+from lakeckpt.errors import AttemptSuperseded, DamageWarning, StorageError
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.data.reading import dataset_of
 from tests.lakes import LakeSpec

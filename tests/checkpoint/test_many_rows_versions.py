@@ -12,8 +12,7 @@ import torch
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, ReadOptions, open_table
 from lakeckpt.checkpoint.ledger.audit import audit
-from lakeckpt.checkpoint.report import DamageWarning
-from lakeckpt.errors import DataFileChanged, StateMismatch
+from lakeckpt.errors import DamageWarning, DataFileChanged, StateMismatch
 from lakeckpt.lake.storage.open import open_storage
 from tests.data.flow_jobs import cut, items, whole
 

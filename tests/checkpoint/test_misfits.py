@@ -49,7 +49,6 @@ def test_an_optimizer_that_divides_its_state_over_ranks_by_itself_is_refused_at_
         ({"keep": 0}, "keep is"),
         ({"keep": True}, "keep is"),
         ({"fail_after": -1}, "fail_after is a number of seconds from 0 on"),
-        ({"on_save_failure": "warn"}, "is called fail_after= now"),
         ({"timeout_s": 0}, "timeout_s is"),
         ({"timeout_s": "5"}, "timeout_s is"),
         ({"timeout_s": float("nan")}, "timeout_s is"),

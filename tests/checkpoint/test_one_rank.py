@@ -16,13 +16,13 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import list_slots, slot_path
-from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (
     AttemptSuperseded,
     CheckpointDamaged,
     CheckpointMismatch,
     ConfigError,
+    DamageWarning,
     NewerFormat,
     SaveFailed,
     StateMismatch,

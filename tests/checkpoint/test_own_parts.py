@@ -23,9 +23,8 @@ from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import PartRecord
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import put_entry
-from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.restore.from_storage import fetch_parts, load, load_from, load_own
-from lakeckpt.errors import CheckpointDamaged
+from lakeckpt.errors import CheckpointDamaged, DamageWarning
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, changed, good, manager, run_ranks
 from tests.checkpoint.test_ranks import parts_of
@@ -115,7 +114,7 @@ def test_a_rank_reads_the_parts_that_hold_its_state_and_no_others() -> None:
     assert storage.read_parts.total() == 12 + sum(stop - start for ranks in elsewhere for start, stop in ranks) < 12 * 7
 
 
-@pytest.mark.filterwarnings("ignore::lakeckpt.checkpoint.report.DamageWarning")
+@pytest.mark.filterwarnings("ignore::lakeckpt.errors.DamageWarning")
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_part_that_is_damaged_is_noticed_by_the_rank_that_it_is_of(rank: int) -> None:
     storage = saved(4)
@@ -124,7 +123,7 @@ def test_a_part_that_is_damaged_is_noticed_by_the_rank_that_it_is_of(rank: int) 
     assert restored(storage, 4) == [[1.0, 1.0, 1.0]] * 4
 
 
-@pytest.mark.filterwarnings("ignore::lakeckpt.checkpoint.report.DamageWarning")
+@pytest.mark.filterwarnings("ignore::lakeckpt.errors.DamageWarning")
 def test_every_file_is_read_by_some_rank() -> None:
     storage = saved(4)
     for path in [one for one in storage.objects if one.startswith("objects/")][-4:]:

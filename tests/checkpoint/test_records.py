@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from lakeckpt.checkpoint.failures import publish_failure
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import ranges
 from lakeckpt.checkpoint.format.parts import SHARING, SaveId
 from lakeckpt.checkpoint.format.sharing import Sharing, sharing_to_bytes
-from lakeckpt.checkpoint.persist.agreement import Agreement, Unit, agree, sum_of
+from lakeckpt.checkpoint.format.units import Unit
+from lakeckpt.checkpoint.persist.agreement import Agreement, agree, sum_of
+from lakeckpt.checkpoint.persist.failures import publish_failure
 from lakeckpt.checkpoint.persist.records import RecordTalk
 from lakeckpt.checkpoint.state.staged import Staged, StagedTensor, StagedTree
 from lakeckpt.checkpoint.state.wholes import part_key

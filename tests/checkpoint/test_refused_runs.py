@@ -15,9 +15,8 @@ from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.manifest import PartRef, entry_from_bytes, entry_to_bytes
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import slot_path
-from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.convert import read_state
-from lakeckpt.errors import CheckpointNotFound, LakeckptError, NewerFormat
+from lakeckpt.errors import CheckpointNotFound, DamageWarning, LakeckptError, NewerFormat
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import Counter, MemoryStorage, training
 from tests.wire.crafted import sealed

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.outage import Outage
-from lakeckpt.checkpoint.report import CheckpointInfo, Reporter, Saved
+from lakeckpt.checkpoint.report import Reporter, Saved
 from lakeckpt.counters import RunCounters
 from lakeckpt.tracking.waiting import SystemWaiter
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, mix, pack
-from lakeckpt.checkpoint.report import RestartWarning
+from lakeckpt.errors import RestartWarning
 from tests.checkpoint.rig import MemoryStorage
 from tests.data.reading import some
 

@@ -14,14 +14,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.checkpoint.keep import Keep
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.ledger.verify import VerifyReport, verify
 from lakeckpt.checkpoint.persist import persist
 from lakeckpt.checkpoint.persist.history import kept_of, read_history
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.checkpoint.persist.retention import Retention
-from lakeckpt.checkpoint.report import DamageWarning, RetentionWarning
-from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, ConfigError, SaveFailed, StorageError
+from lakeckpt.errors import (
+    AttemptSuperseded,
+    CheckpointDamaged,
+    ConfigError,
+    DamageWarning,
+    RetentionWarning,
+    SaveFailed,
+    StorageError,
+)
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
 from tests.patience import PATIENCE_S

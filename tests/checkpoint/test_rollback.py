@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from lakeckpt.checkpoint.keep import Keep
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import list_slots, read_log
-from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.restore.rollback import roll_back
 from lakeckpt.cli.main import main
 from lakeckpt.errors import (
@@ -25,6 +24,7 @@ from lakeckpt.errors import (
     CheckpointMismatch,
     CheckpointNotFound,
     ConfigError,
+    DamageWarning,
 )
 from tests.checkpoint.rig import (
     Counter,

@@ -22,10 +22,10 @@ from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.format import slabs
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, content_digest, leaf_digests
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.parts import PartRecord, SaveId
 from lakeckpt.checkpoint.format.slabs import digests_of_slabs, slab_specs
 from lakeckpt.checkpoint.format.verified_reads import open_files, read_slabs
-from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist import persist
 from lakeckpt.checkpoint.persist.attempt import Attempt
@@ -33,11 +33,10 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.persist import OwnedTensor
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.checkpoint.persist.unchanged import Earlier
-from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.restore.from_storage import load
 from lakeckpt.checkpoint.state.staged import StagedTensor
 from lakeckpt.convert import convert_checkpoint, read_state
-from lakeckpt.errors import CheckpointDamaged
+from lakeckpt.errors import CheckpointDamaged, DamageWarning
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.agent.rig import RUN, begin
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks

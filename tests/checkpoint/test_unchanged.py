@@ -13,8 +13,7 @@ from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist import persist
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.unchanged import Earlier
-from lakeckpt.checkpoint.report import DamageWarning, RetentionWarning
-from lakeckpt.errors import SaveFailed
+from lakeckpt.errors import DamageWarning, RetentionWarning, SaveFailed
 from tests.checkpoint.rig import Counter, EventWaiter, MemoryStorage, good, manager, record_of, run_ranks
 from tests.faults.faulty_storage import Fault, FaultyStorage
 

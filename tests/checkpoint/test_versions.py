@@ -18,9 +18,9 @@ from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.explain import explain
 from lakeckpt.checkpoint.ledger.report import AuditReport
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.errors import (
     ConfigError,
+    DamageWarning,
     DataFileChanged,
     SchemaError,
     StateMismatch,

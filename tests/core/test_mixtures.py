@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakeckpt.core.plan import consumed, consumption
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.consumption import consumed, consumption
+from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixing import fractions
 from lakeckpt.core.streams.mixture import (
     MixedPlan,
@@ -106,7 +106,7 @@ def test_every_row_of_every_source_counts_once(
         if leg < len(changes):
             state = reweighed(state, weights_of(*changes[leg]))
         plain = json.loads(json.dumps(state.to_plain()))
-        again = tuple(ReaderState.from_plain(plain["sources"][name]) for name in mixing.names)
+        again = tuple(State.from_plain(plain["sources"][name]) for name in mixing.names)
         assert again == state.sources
     check(state, found)
 

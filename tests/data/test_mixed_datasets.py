@@ -18,8 +18,8 @@ import lakeckpt
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, errors, mix, pack
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.explain import explain
-from lakeckpt.core.plan import consumed
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.consumption import consumed
+from lakeckpt.core.state import State
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.testing import assert_exactly_once
 
@@ -72,7 +72,7 @@ def check_consumed(state: dict[str, Any], ids: list[int]) -> None:
     """Every row of every source was delivered as often as its state says."""
     counts = Counter(ids)
     for name, rows in ROWS.items():
-        epochs = consumed(ReaderState.from_plain(state["sources"][name]))
+        epochs = consumed(State.from_plain(state["sources"][name]))
         mine = [counts[one] for one in range(FIRST[name], FIRST[name] + rows)]
         whole = sum(part.size == rows for part in epochs.values())
         assert sum(part.size for part in epochs.values()) == sum(mine)
@@ -239,8 +239,8 @@ def test_packed_sources_deliver_every_token_once(lake: Path) -> None:
     for name, rows in ROWS.items():
         tokens = sum((FIRST[name] + one) * 7 % 9 for one in range(rows))
         counts = [found[10 * FIRST[name] + one] for one in range(tokens)]
-        identity = ReaderState.from_plain(state["sources"][name]).identity
-        epochs = consumed(ReaderState.from_plain(state["sources"][name]))
+        identity = State.from_plain(state["sources"][name]).identity
+        epochs = consumed(State.from_plain(state["sources"][name]))
         whole = sum(part.size == identity.rows_of(epoch) for epoch, part in epochs.items())
         assert sum(counts) == 16 * sum(part.size for part in epochs.values())
         assert whole - 1 <= min(counts) <= max(counts) <= len(epochs) + 1  # a sequence may reach into the next epoch

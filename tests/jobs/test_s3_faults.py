@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lakeckpt.checkpoint.report import RetentionWarning, SaveWarning
-from lakeckpt.errors import LakeckptError
+from lakeckpt.errors import LakeckptError, RetentionWarning, SaveWarning
 from tests.faults.fault_proxy import At, FaultProxy, HttpFault, Request, Where
 from tests.jobs.s3_job import ROWS, counted, train
 from tests.lake.conftest import moto_endpoint

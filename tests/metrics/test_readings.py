@@ -20,8 +20,8 @@ import torch
 import lakeckpt
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, open_table
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.consumed.reader_states import consumed
-from lakeckpt.core.flows.plan import read_state
+from lakeckpt.core.consumption import consumed
+from lakeckpt.core.state import State
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.errors import SaveFailed, StorageError
 from lakeckpt.metrics import METRICS, Reading, read, readings
@@ -157,7 +157,7 @@ def test_epochs_of_each_source_of_a_mixture_are_those_of_its_state(lake: Path, t
     for _ in itertools.islice(loader, 11):
         plain = loader.state_dict()["sources"]
         for name, rows in (("large", LAKE.rows), ("small", 10)):
-            exact = sum(one.size for one in consumed(read_state(plain[name])).values()) / rows
+            exact = sum(one.size for one in consumed(State.from_plain(plain[name])).values()) / rows
             assert of("epochs")[f"loader.{name}",] == pytest.approx(exact)
     assert of("epochs")["loader.small",] > 3
     assert of("rows_total") == {("loader",): 66}

@@ -136,7 +136,7 @@ def test_a_hundred_cuts_right_after_a_save_returned_lose_no_checkpoint(disk: Dis
     assert [cut_and_restore(disk, cut_at=0) for _ in range(CUTS)] == [("", STEPS)] * CUTS
 
 
-@pytest.mark.filterwarnings("ignore::lakeckpt.checkpoint.report.DamageWarning")
+@pytest.mark.filterwarnings("ignore::lakeckpt.errors.DamageWarning")
 @pytest.mark.parametrize("leave_out", ["files", "folders"])
 def test_the_same_with_fsync_left_out_loses_checkpoints(disk: Disk, leave_out: str) -> None:
     kind: Callable[[int], bool] = stat.S_ISREG if leave_out == "files" else stat.S_ISDIR
@@ -151,7 +151,7 @@ def test_a_hundred_cuts_right_after_a_save_behind_training_returned_lose_no_chec
     assert outcomes == [("", STEPS)] * CUTS
 
 
-@pytest.mark.filterwarnings("ignore::lakeckpt.checkpoint.report.DamageWarning")
+@pytest.mark.filterwarnings("ignore::lakeckpt.errors.DamageWarning")
 @pytest.mark.parametrize("leave_out", ["files", "folders"])
 def test_the_same_behind_training_with_fsync_left_out_loses_checkpoints(
     disk: Disk, tmp_path: Path, leave_out: str

@@ -70,16 +70,11 @@ def _is_divided(one: object) -> bool:
     return zero is not None and isinstance(one, zero.ZeroRedundancyOptimizer)
 
 
-def check_settings(fail_after: object, on_save_failure: object, timeout_s: object) -> float:
+def check_settings(fail_after: object, timeout_s: object) -> float:
     """Return ``fail_after`` in seconds. Raise `ConfigError` for the first argument that is not valid."""
     seconds = fail_after.total_seconds() if isinstance(fail_after, timedelta) else fail_after
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
         raise ConfigError(f"fail_after is a number of seconds from 0 on, or a timedelta, got {fail_after!r}")
-    if on_save_failure is not None:
-        raise ConfigError(
-            f"on_save_failure={on_save_failure!r} is called fail_after= now: for so long failed saves are warnings, in "
-            "seconds or as a timedelta. fail_after=0 raises the first failure; the default is an hour"
-        )
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
         raise ConfigError(f"timeout_s is a positive number of seconds, got {timeout_s!r}")
     return float(seconds)

@@ -26,15 +26,18 @@ from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.reports import shared_fields
 from lakeckpt.checkpoint.consumed.tracks import Journal, Pending, ReaderTrack
-from lakeckpt.checkpoint.failures import leave_note, note_stop, noted_failure, noted_stop, save_error
 from lakeckpt.checkpoint.format.digests import short_digest
+from lakeckpt.checkpoint.format.keep import checked_metric
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.format.parts import SaveId
-from lakeckpt.checkpoint.keep import checked_metric
 from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.commit import Remarks
+from lakeckpt.checkpoint.persist.failures import leave_note, note_stop, noted_failure, noted_stop, save_error
 from lakeckpt.checkpoint.persist.indexes import Document, documents_of_all
-from lakeckpt.checkpoint.report import CaptureWarning, CheckpointInfo, Remarks, Saved
+from lakeckpt.checkpoint.report import Saved
 from lakeckpt.errors import (
     ArenaError,
+    CaptureWarning,
     LakeckptError,
     SaveFailed,
     SaveSkipped,

@@ -20,19 +20,20 @@ from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
-from lakeckpt.checkpoint.failures import note_left, note_stop
-from lakeckpt.checkpoint.keep import Keep, held_metric
+from lakeckpt.checkpoint.format.keep import Keep, held_metric
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.opening import checked_place, open_saves, place_of
 from lakeckpt.checkpoint.outage import Outage
 from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.failures import note_left, note_stop
 from lakeckpt.checkpoint.persist.history import not_rolled_back
 from lakeckpt.checkpoint.persist.log import read_log
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.checkpoint.preemption.preemption import Preempted, Preemption
-from lakeckpt.checkpoint.presence import Presence
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of
-from lakeckpt.checkpoint.report import CheckpointInfo, Reporter, RestoreReport, SaveHandle
-from lakeckpt.checkpoint.restore.restorer import Restorer
+from lakeckpt.checkpoint.report import Reporter, SaveHandle
+from lakeckpt.checkpoint.restore.presence import Presence
+from lakeckpt.checkpoint.restore.restorer import Restorer, RestoreReport
 from lakeckpt.checkpoint.schedule import Schedule, interval_of
 from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.counters import RUNS, RunCounters
@@ -82,7 +83,6 @@ class CheckpointManager:
             timedelta. Saves are then tried ever later (after 20 s, then 40 s, up to 5 minutes). Raised at once: a
             failure of the first save, of `save` and of the last save, and what no retry mends (`SaveRefused`, a state
             that cannot be written, a superseded attempt). A save that is skipped for a newer one is no failure.
-        on_save_failure: refused; ``fail_after`` has taken its place.
         exclusive: `restore` raises `RunInUse` where another job that trains this run is alive, instead of taking the
             run over (docs/how-to/one-job.md). A job that its launcher starts again is never refused.
 
@@ -110,11 +110,10 @@ class CheckpointManager:
         requeue: Literal["slurm"] | None = None,
         on_save: Callable[[CheckpointInfo], object] | None = None,
         fail_after: float | timedelta = 3600.0,
-        on_save_failure: None = None,
         exclusive: bool = False,
     ) -> None:
         self._objects = checked_state(state)
-        fail_after_s = check_settings(fail_after, on_save_failure, timeout_s)
+        fail_after_s = check_settings(fail_after, timeout_s)
         check_capturing(capture_every, arenas, bubbles)
         every = interval_of(persist_every)
         rule = keep if isinstance(keep, Keep) else Keep(last=keep)
@@ -132,12 +131,14 @@ class CheckpointManager:
         self._counters = RunCounters(describe(self._storage), self._exchange.rank)
         self._uncount: Callable[[], object] = lambda: None
         outage = Outage(fail_after_s, self._waiter)
-        self._reporter = Reporter(on_save, outage=outage, counters=self._counters)
-        self._preemption = Preemption(save_on, self._exchange, self._reporter, grace_s=grace_s, requeue=requeue)
+        self._reporter = reporter = Reporter(on_save, outage=outage, counters=self._counters)
+        self._preemption = Preemption(
+            save_on, self._exchange, lambda: reporter.saved_step, grace_s=grace_s, requeue=requeue
+        )
         self._shared = {"persist_every": str(every), "capture_every": repr(capture_every), "keep": repr(rule)}
-        self._shared |= {"fail_after": str(fail_after_s), "save_on": self._preemption.names}
+        self._shared |= {"fail_after": str(fail_after_s), "exclusive": str(exclusive)}
+        self._shared |= {"save_on": self._preemption.names}
         self._schedule = Schedule(every, self._exchange, self._waiter, outage)
-        self._shared["exclusive"] = str(exclusive)
         self._tracks: dict[str, ReaderTrack] = {}
         self._step = 0
         self._metric: Any = None
@@ -395,10 +396,7 @@ class CheckpointManager:
             raise
         if sync:
             saves.wait()
-        self._read_results(saves, wanted=self._step if sync else None)
-
-    def _read_results(self, saves: Saver | Background, *, wanted: int | None = None) -> None:
-        self._reporter.report(saves.results(), wanted=wanted)
+        self._reporter.report(saves.results(), wanted=self._step if sync else None)
         self._presence.saved(self._reporter.saved_step)
 
     def _ready(self) -> Saver | Background:

@@ -1,4 +1,4 @@
-"""This module defines what a checkpoint manager reports: small values, warnings, and the results of saves.
+"""This module defines what a checkpoint manager reports: the results of saves.
 
 The module starts no threads.
 """
@@ -7,98 +7,21 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.outage import Outage
-from lakeckpt.checkpoint.persist.log import Damage
+from lakeckpt.checkpoint.persist.commit import Remarks
 from lakeckpt.counters import RunCounters
-from lakeckpt.errors import CheckpointError, LakeckptError, SaveFailed, SaveSkipped
+from lakeckpt.errors import CheckpointError, LakeckptError, SaveFailed, SaveSkipped, SaveWarning
 
 __all__ = [
-    "CaptureWarning",
-    "CheckpointInfo",
-    "DamageWarning",
-    "Remarks",
     "Reporter",
-    "RestartWarning",
-    "RestoreReport",
-    "RetentionWarning",
     "SaveHandle",
-    "SaveWarning",
     "Saved",
 ]
-
-
-class CaptureWarning(UserWarning):
-    """Captures cannot run beside training as they should, or take longer. The captured states are complete and correct
-    all the same."""
-
-
-class DamageWarning(UserWarning):
-    """An object of the run is not as it was written. Either the restore took an older checkpoint, or it did not need
-    the object. The warning is also raised for a cut in memory that cannot be restored; its message then says
-    that nothing is damaged."""
-
-
-class RestartWarning(UserWarning):
-    """Something that the script gives differs from the attempt before, and the run goes on without it."""
-
-
-class RetentionWarning(UserWarning):
-    """Checkpoints that are not to be kept could not be removed, and take up room; the next save tries again."""
-
-
-class SaveWarning(UserWarning):
-    """A save failed and training goes on; nothing was committed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remarks:
-    """The problems that were found at a successful commit."""
-
-    lost: str = ""
-    """The objects of the run that are missing; empty if none is."""
-    unpruned: str = ""
-    """Why checkpoints that are not to be kept could not be removed after the commit; empty if they were removed."""
-
-    def warn(self) -> None:
-        """Warn of each problem."""
-        if self.lost:
-            warnings.warn(f"damage in the run: {self.lost}", DamageWarning, stacklevel=5)
-        if self.unpruned:
-            text = "checkpoints that are not to be kept could not be removed, and take up room until a save can: "
-            warnings.warn(text + self.unpruned, RetentionWarning, stacklevel=5)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointInfo:
-    """A committed checkpoint."""
-
-    slot: int
-    """Its slot in the log."""
-    step: int
-    """Optimizer steps done."""
-    attempt: int
-    world_size: int
-    created_s: float
-    """Seconds since 1970."""
-    metric: float | None = None
-    """The metric that was given to ``manager.step`` or ``save``; None if none was given."""
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> CheckpointInfo:
-        """Return the values of a manifest that are shown to users."""
-        return cls(
-            slot=manifest.slot,
-            step=manifest.step,
-            attempt=manifest.attempt,
-            world_size=manifest.world_size,
-            created_s=manifest.created_s,
-            metric=manifest.metric,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,24 +137,3 @@ class Reporter:
             follows = self._outage.failed(error, begin_s)
             text = f"training goes on without a checkpoint of step {self._failed_step}: {error}. Meanwhile {follows}"
             warnings.warn(text, SaveWarning, stacklevel=4)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreReport:
-    """The result of `CheckpointManager.restore`."""
-
-    restored: CheckpointInfo | None
-    """The checkpoint that was restored; None on a fresh start. If a newer cut in memory was restored instead, this is
-    the checkpoint that the cut follows."""
-    captured: int | None = None
-    """The optimizer step of the cut in this job's memory that was restored; None if the checkpoint was restored."""
-    attempt: int
-    """The attempt that began."""
-    damaged: tuple[Damage, ...]
-    """All damage that was found, also the damage of newer checkpoints that were skipped."""
-    per_rank: tuple[str, ...]
-    """Units (``tensor:…``, ``tree:…``) whose contents differed between ranks. On the same number of ranks these are
-    units of this rank; replicas of a part of a tensor that have diverged may be missing. After a change of the world
-    size, rank r takes the units of the old rank r, and a new rank takes those of the old rank r mod W."""
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    """reader → why the rest of its epoch was skipped: its table version is gone (``on_version_gone="next_epoch"``)."""

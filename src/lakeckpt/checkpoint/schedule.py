@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from lakeckpt.checkpoint.failures import noted_stop
 from lakeckpt.checkpoint.outage import Outage
+from lakeckpt.checkpoint.persist.failures import noted_stop
 from lakeckpt.errors import ConfigError, MissingRanksError
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.waiting import Waiter

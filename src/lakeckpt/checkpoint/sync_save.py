@@ -20,13 +20,14 @@ import torch
 from lakeckpt.checkpoint.capture.links import Batch, Link, Ticket, open_link
 from lakeckpt.checkpoint.capture.moves import flat_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
-from lakeckpt.checkpoint.failures import note_stop
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests, leaves_of_all, short_digest
+from lakeckpt.checkpoint.format.keep import checked_metric
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.format.parts import SaveId
-from lakeckpt.checkpoint.keep import checked_metric
+from lakeckpt.checkpoint.persist.failures import note_stop
 from lakeckpt.checkpoint.persist.indexes import documents_of_all, write_documents
 from lakeckpt.checkpoint.persist.publish import Publisher
-from lakeckpt.checkpoint.report import CheckpointInfo, Saved
+from lakeckpt.checkpoint.report import Saved
 from lakeckpt.checkpoint.state.snapshot import Snapshot, snapshot
 from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
 from lakeckpt.checkpoint.state.tensors import host_bytes, on_host, spec_of

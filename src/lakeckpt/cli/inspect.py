@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from lakeckpt.checkpoint.consumed.reader_states import consumed
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.checkpoint.ledger.verify import Kept
 from lakeckpt.checkpoint.persist.history import History, best_first
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
-from lakeckpt.core.flows.plan import read_state
+from lakeckpt.core.consumption import consumed
+from lakeckpt.core.state import State
 from lakeckpt.errors import StateError
 from lakeckpt.progress import progress_bar
 
@@ -123,7 +123,7 @@ def _place_of(plain: Mapping[str, Any]) -> dict[str, Any]:
     The epoch of an endless stream is the first epoch that is not consumed to its end.
     """
     try:
-        state = read_state(plain)
+        state = State.from_plain(plain)
         done = {epoch: intervals.size for epoch, intervals in consumed(state).items()}
     except StateError as error:
         return {"unreadable": str(error)}

@@ -10,9 +10,8 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lakeckpt.core.flows.state import FlowState
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.counters import READERS, Facts, ReaderCounters
 from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.progress import Progress
@@ -64,7 +63,7 @@ def look(loader: LakeLoader) -> Facts:
     epochs: dict[str, float] = {}
     skipped: dict[tuple[str, str], int] = {}
     for (reader, progress), index in zip(every.items(), indexes, strict=True):
-        state = _state_of(progress)
+        state = progress.runs.glance()
         epochs[reader] = float(progress.epoch) if state is None or progress.over else _epochs(state)
         skipped |= {(reader, reason): rows for reason, rows in _skipped(state, index)}
     return Facts(name=name, ready=loader._counting.ready, epochs=epochs, skipped=skipped)
@@ -81,26 +80,21 @@ def _names_of(loader: LakeLoader) -> tuple[str, dict[str, Progress]]:
     return name, {name + suffix: one for suffix, one in zip(suffixes, progress.sources, strict=True)}
 
 
-def _state_of(progress: Progress) -> ReaderState | FlowState | None:
-    """Return the state of all that was delivered, or of the end of an epoch; None before the first iteration."""
-    state, reached = progress._state, progress._reached
-    return state.moved(step=reached) if isinstance(state, ReaderState) and state.step != reached else state
-
-
-def _epochs(state: ReaderState | FlowState) -> float:
-    """Return how many epochs the job has consumed: 2.25 is a quarter of the third. Of a flow, whole epochs."""
-    if isinstance(state, FlowState):
+def _epochs(state: State) -> float:
+    """Return how many epochs the job has consumed: 2.25 is a quarter of the third. Whole epochs, if each rank knows its
+    own lanes alone."""
+    if state.held is not None:
         return float(state.epoch)
     rest = Plan(state).rest(state.step)
     left = sum(one.positions.size / state.identity.rows_of(one.epoch) for one in rest.begun if one.positions)
     return rest.next_epoch - left
 
 
-def _skipped(state: ReaderState | FlowState | None, index: TableIndex) -> Iterator[tuple[str, int]]:
+def _skipped(state: State | None, index: TableIndex) -> Iterator[tuple[str, int]]:
     """Yield (reason, rows) for the rows of the table version that an epoch leaves out."""
     if index.excluded:
         yield "excluded", sum(_existing(index, group) for group in index.excluded)
-    if not isinstance(state, ReaderState):
+    if state is None:
         return
     identity = state.identity
     if identity.selection and not identity.tokens:

@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.state import Identity, ReaderState
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.flows.arguments import check_flow, check_no_workers, feed_of, parts_of
 from lakeckpt.data.foreign.frameworks import check_dealers, check_not_sampled
@@ -352,7 +352,7 @@ class LakeDataset(IterableDataset[Any]):
         found = self._progress.read(state)
         self._progress.load(found)
         self._read_ahead = ""
-        at_end = isinstance(found, ReaderState) and Plan(found).at_end
+        at_end = found.held is None and Plan(found).at_end
         self._shared.go_to(found.epoch + at_end, inside=not (at_end or self._progress.at_start))
 
     def __len__(self) -> int:

@@ -19,9 +19,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from lakeckpt.core.hashing import derive_key
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.batch import checked_number_column, numbered, pinned
 from lakeckpt.data.counting import Counting
@@ -373,7 +374,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """
         self._check_goes_on()
         found, counts = self._progress.read(state), counts_steps()
-        if counts and isinstance(found, ReaderState):
+        if counts and isinstance(found, State) and found.held is None:
             check_counted(found, self.topology[1])
         self._progress.load(found)
         self._early = None

@@ -21,8 +21,8 @@ from typing import Any
 
 from lakeckpt.checkpoint import manager
 from lakeckpt.checkpoint.async_save import Background
-from lakeckpt.checkpoint.report import CheckpointInfo
-from lakeckpt.checkpoint.restore.load import load as load_run
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo
+from lakeckpt.checkpoint.load import load as load_run
 from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.data.loader import LakeLoader
 from lakeckpt.data.prefetch import Prefetched, prefetch

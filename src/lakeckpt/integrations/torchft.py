@@ -20,8 +20,8 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
+from lakeckpt.checkpoint.load import load
 from lakeckpt.checkpoint.manager import CheckpointManager
-from lakeckpt.checkpoint.restore.load import load
 from lakeckpt.data.loader import LakeLoader
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.errors import CheckpointNotFound, ConfigError

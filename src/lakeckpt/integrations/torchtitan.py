@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import torch
 
-from lakeckpt.checkpoint.keep import Keep
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.data.dataset import LakeDataset

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lakeckpt.core.read_ahead import Given
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.state import State
 
 __all__ = [
     "Delivered",
@@ -52,7 +52,7 @@ class TrackedReader(Protocol):
         """Remember the frontier of ``at`` (None: of all that was delivered): a checkpoint has recorded it."""
         ...
 
-    def stretches(self, at: Receipt | None = None) -> Sequence[tuple[ReaderState, ReaderState]]:
+    def stretches(self, at: Receipt | None = None) -> Sequence[tuple[State, State]]:
         """What was consumed from the mark (or from where the state was loaded) up to ``at``, as pairs of states.
 
         Each pair is of one order and one epoch (or one endless stream), in the order of consumption.

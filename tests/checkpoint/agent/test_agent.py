@@ -25,7 +25,7 @@ from lakeckpt.checkpoint.agent.link import AgentLink
 from lakeckpt.checkpoint.agent.logs import agents_of, log_path
 from lakeckpt.checkpoint.agent.orders import Begin, Documents, Order, Outcome
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.keep import Keep
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.history import read_history

@@ -14,8 +14,7 @@ from torch import nn
 from lakeckpt.checkpoint.bubbles import watch
 from lakeckpt.checkpoint.bubbles.profile import BUBBLES, ProfileKeeper, read_profiles, shares
 from lakeckpt.checkpoint.bubbles.watch import Bubbles
-from lakeckpt.checkpoint.report import SaveWarning
-from lakeckpt.errors import ConfigError, StorageError
+from lakeckpt.errors import ConfigError, SaveWarning, StorageError
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
 from tests.checkpoint.rig import MemoryStorage, manager, train_step, training

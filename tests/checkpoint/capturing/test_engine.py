@@ -23,10 +23,10 @@ from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture import job as jobs
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.moves import Issued, Moves
-from lakeckpt.checkpoint.report import CaptureWarning
 from lakeckpt.errors import (
     ArenaDamaged,
     ArenaError,
+    CaptureWarning,
     ConfigError,
     SaveFailed,
     UnannouncedChange,

@@ -12,7 +12,7 @@ import torch
 
 import lakeckpt
 from lakeckpt.checkpoint.capture import fence
-from lakeckpt.checkpoint.report import CaptureWarning
+from lakeckpt.errors import CaptureWarning
 from tests.checkpoint.agent.test_agent import ended
 from tests.checkpoint.rig import MemoryStorage, manager, train_step, training
 

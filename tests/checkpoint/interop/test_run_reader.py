@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lakeckpt import CheckpointManager
-from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.convert import convert_checkpoint, read_state
 from lakeckpt.dcp import RunReader
-from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError
+from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError, DamageWarning
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager, train_step, training
 from tests.tracking.processes import run_processes
 

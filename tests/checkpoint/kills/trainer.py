@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -185,8 +185,10 @@ class Trainer:
         if self.ranks > 1:
             dist.all_reduce(torch.ones(1))
 
-    def _start_agent(self, python: str, pipes: Sequence[Connection], *, trainer: int, log: int) -> ForkedAgent:
-        socket.send_fds(self.asks, [ASKS_AGENT], [*(one.fileno() for one in pipes), trainer, log])
+    def _start_agent(
+        self, python: str, orders: Connection, outcomes: Connection, *, trainer: int, log: int
+    ) -> ForkedAgent:
+        socket.send_fds(self.asks, [ASKS_AGENT], [orders.fileno(), outcomes.fileno(), trainer, log])
         return ForkedAgent(int(self.asks.recv(32)))
 
     def _check(self, model: Stamped, optimizer: Stamper, own: Own, step: int) -> None:

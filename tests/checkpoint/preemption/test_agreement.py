@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lakeckpt.checkpoint.failures import note_stop
+from lakeckpt.checkpoint.persist.failures import note_stop
 from lakeckpt.checkpoint.preemption.agreement import Agreement, Obstacle
 from tests.checkpoint.rig import Hub
 

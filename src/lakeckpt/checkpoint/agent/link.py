@@ -14,7 +14,6 @@ import select
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -32,7 +31,6 @@ from lakeckpt.checkpoint.agent.orders import (
     message_from_bytes,
     message_to_bytes,
 )
-from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.errors import AgentError, ArenaError, SaveFailed, WireError
 from lakeckpt.tracking.waiting import SystemWaiter
@@ -55,11 +53,10 @@ class _Child:
     process: subprocess.Popen[bytes]
     orders: Connection
     outcomes: Connection
-    checksummer: Checksummer
     is_ready: bool = False
 
     def hang_up(self) -> None:
-        """Close the pipes, but for those of checksums: the thread that copies may be about to use them."""
+        """Close the pipes."""
         self.orders.close()
         self.outcomes.close()
         if self.process.poll() is None:
@@ -95,13 +92,6 @@ class AgentLink:
     def pid(self) -> int | None:
         """The agent's process."""
         return None if self._child is None else self._child.process.pid
-
-    @property
-    def checksummer(self) -> Checksummer | None:
-        """The requests for checksums of captured slices to this agent; None without an agent. Any thread may read the
-        property."""
-        child = self._child
-        return None if child is None else child.checksummer
 
     def order(self, order: Order, /) -> None:
         """Hand a cut over. An agent that is missing is an outcome, never an error here."""
@@ -173,19 +163,16 @@ class AgentLink:
         try:
             theirs_orders, orders = Pipe(duplex=False)
             outcomes, theirs_outcomes = Pipe(duplex=False)
-            theirs_asked, asked = Pipe(duplex=False)
-            answers, theirs_answers = Pipe(duplex=False)
-            theirs = (theirs_orders, theirs_outcomes, theirs_asked, theirs_answers)
-            process = _spawned(self._python, theirs, trainer=trainer, log=log)
-            for one in theirs:
-                one.close()
+            process = _spawned(self._python, theirs_orders, theirs_outcomes, trainer=trainer, log=log)
+            theirs_orders.close()
+            theirs_outcomes.close()
         except (OSError, subprocess.SubprocessError) as error:
             raise AgentError(f"an agent cannot be started with {self._python!r}: {error}") from error
         finally:
             os.close(log)
             if trainer >= 0:
                 os.close(trainer)
-        self._child = _Child(process=process, orders=orders, outcomes=outcomes, checksummer=Checksummer(asked, answers))
+        self._child = _Child(process=process, orders=orders, outcomes=outcomes)
         self._send(self._begin)
         self._send(self._documents)
 
@@ -285,15 +272,16 @@ def _has_room(pipe: Connection, timeout_s: float) -> bool:
     return bool(waits.poll(1000 * timeout_s))
 
 
-def _spawned(python: str, pipes: Sequence[Connection], *, trainer: int, log: int) -> subprocess.Popen[bytes]:
+def _spawned(
+    python: str, orders: Connection, outcomes: Connection, *, trainer: int, log: int
+) -> subprocess.Popen[bytes]:
     """Start the process, which imports what this process imports."""
-    orders, outcomes, *checksums = [one.fileno() for one in pipes]
     return subprocess.Popen(
-        [python, "-P", "-m", "lakeckpt.checkpoint.agent", *map(str, (*checksums, trainer))],
-        stdin=orders,
-        stdout=outcomes,
+        [python, "-P", "-m", "lakeckpt.checkpoint.agent", str(trainer)],
+        stdin=orders.fileno(),
+        stdout=outcomes.fileno(),
         stderr=log,
-        pass_fds=[*checksums, *([] if trainer < 0 else [trainer])],
+        pass_fds=() if trainer < 0 else (trainer,),
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": _imported_from()},
     )

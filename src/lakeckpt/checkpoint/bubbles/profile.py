@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.bubbles.policy import IdleWindow, Kind
-from lakeckpt.checkpoint.report import SaveWarning
-from lakeckpt.errors import StorageError
+from lakeckpt.errors import SaveWarning, StorageError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads

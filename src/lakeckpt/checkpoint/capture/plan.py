@@ -26,8 +26,8 @@ import torch
 from lakeckpt.checkpoint.arena.contents import TensorPlace, TensorTable
 from lakeckpt.checkpoint.arena.slices import SlicePlan, aligned, fitting_slice_bytes, plan_slices
 from lakeckpt.checkpoint.capture.sources import Renewed, Sources
-from lakeckpt.checkpoint.report import CaptureWarning
 from lakeckpt.checkpoint.state.tensors import refuse_overlaps, spec_of
+from lakeckpt.errors import CaptureWarning
 
 __all__ = ["CapturePlan", "Planner", "plan_capture"]
 

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
-from lakeckpt.checkpoint.consumed.reader_states import consumption, is_flow
 from lakeckpt.checkpoint.format.manifest import Excluded, ReaderRecord, Stretch
-from lakeckpt.core.flows.plan import read_state
+from lakeckpt.core.consumption import consumption
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.read_ahead import Basis, Given, ReadAhead
 from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.state import State, depends_on_data
 from lakeckpt.core.streams.mixed_batches import MixedReceipt
 from lakeckpt.errors import ConfigError, StateError
 from lakeckpt.tracking.readers import DeliveringReader, TrackedReader, index_of, versions_of
@@ -130,7 +130,7 @@ class ReaderTrack:
 
     def jump(self, step: int) -> None:
         """Record that other processes did the steps up to ``step``, and that the reader has loaded their state."""
-        state = read_state(self.reader.state_dict())
+        state = State.from_plain(self.reader.state_dict())
         self._frontier = Frontier(state.epoch, state.step)
         self._recorder.jump(step, self._frontier)
 
@@ -149,7 +149,7 @@ class ReaderTrack:
             )
 
     def _state(self) -> Mapping[str, Any]:
-        """Return the reader's plain state at the last cut: the same on every rank, or of a flow this rank's part."""
+        """Return the reader's plain state at the last cut: the same on every rank, or this rank's part."""
         # If all deliveries are consumed, the reader's own state also holds whether the loop has seen the epoch's end.
         # The effects of the script's work at that end (a scheduler's step) are in the saved objects, and the work must
         # not be done again.
@@ -164,7 +164,7 @@ class ReaderTrack:
 
     def _stretches(self, state: Mapping[str, Any]) -> Sequence[tuple[Any, Any]]:
         """Return what was consumed since the mark up to ``state``, the state at the last cut."""
-        if is_flow(state) and self._is_all_consumed():
+        if depends_on_data(state) and self._is_all_consumed():
             return self.reader.stretches()  # the end of an epoch shows of some positions that they yield nothing
         return () if self._at is None else self.reader.stretches(self._at)
 
@@ -204,7 +204,7 @@ class ReaderTrack:
         if index is None:
             return None
         try:
-            table = read_state(state).identity.table
+            table = State.from_plain(state).identity.table
         except StateError:
             return str(index.digest)  # a reader with its own kind of state stays at one version
         return table if table in {one.digest for one, _ in versions_of(self.reader)} else str(index.digest)
@@ -214,7 +214,7 @@ class ReaderTrack:
         begins there."""
         self._recorder.forget(step)
         self._excluded = [one for one in self._excluded if one.step > step]
-        has_end = is_flow(state) and self._is_all_consumed() and state == self.reader.state_dict()
+        has_end = depends_on_data(state) and self._is_all_consumed() and state == self.reader.state_dict()
         if has_end or self._at is not None:
             self.reader.mark(None if has_end else self._at)
             self._recorded = state
@@ -252,8 +252,8 @@ class Journal:
     def handed_over(self, pending: Pending, step: int) -> None:
         """Record that the ``pending`` records of the last cut were handed over: new records begin at ``step``.
 
-        All ranks call it at each save, before anything that may fail on one of them: a commit joins the records of a
-        flow only if they lie between the same steps on all ranks.
+        All ranks call it at each save, before anything that may fail on one of them: a commit joins the parts of
+        ranks only if they lie between the same steps on all ranks.
         """
         for name, track in self._tracks.items():
             track.handed_over(step, pending[name][-1].record.state)

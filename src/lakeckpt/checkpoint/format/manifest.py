@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from lakeckpt.checkpoint.format.begins import Begin, Captured, Restored
 from lakeckpt.checkpoint.format.fields import Digest
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.parts import SaveId
-from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.read_ahead import Basis
 from lakeckpt.tracking.steps import StepRecord
@@ -27,6 +27,7 @@ from lakeckpt.wire.envelope import dumps, loads
 __all__ = [
     "Begin",
     "Captured",
+    "CheckpointInfo",
     "Entry",
     "Excluded",
     "ExcludedFor",
@@ -60,7 +61,7 @@ class Stretch:
     """The rows that a reader consumed between two states of one order and epoch (or endless stream)."""
 
     begin: Mapping[str, Any]
-    """The plain `lakeckpt.core.state.ReaderState` that it began with."""
+    """The plain `lakeckpt.core.state.State` that it began with."""
     end: Mapping[str, Any]
     consumed: Mapping[int, Intervals]
     """epoch → positions."""
@@ -152,6 +153,34 @@ class Manifest:
     def save(self) -> SaveId:
         """The save that wrote its parts and objects."""
         return SaveId(attempt=self.attempt, step=self.step, number=self.number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """A committed checkpoint."""
+
+    slot: int
+    """Its slot in the log."""
+    step: int
+    """Optimizer steps done."""
+    attempt: int
+    world_size: int
+    created_s: float
+    """Seconds since 1970."""
+    metric: float | None = None
+    """The metric that was given to ``manager.step`` or ``save``; None if none was given."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> CheckpointInfo:
+        """Return the values of a manifest that are shown to users."""
+        return cls(
+            slot=manifest.slot,
+            step=manifest.step,
+            attempt=manifest.attempt,
+            world_size=manifest.world_size,
+            created_s=manifest.created_s,
+            metric=manifest.metric,
+        )
 
 
 Entry = Begin | Restored | Manifest

@@ -6,14 +6,27 @@ pure, and never imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 
-__all__ = ["UnitId", "tensor_unit", "tree_unit"]
+__all__ = ["Unit", "UnitId", "tensor_unit", "tree_unit"]
 
 UnitId: TypeAlias = tuple[str, bytes]
 """A name, and an identifier of the content under that name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A tensor or a tree, as it is on this rank."""
+
+    id: UnitId
+    size_bytes: int
+    bundle: Hashable = None
+    """Which units are compared as one: the units of one bundle are on the same ranks. None: the unit is compared
+    alone."""
 
 
 def tensor_unit(spec: TensorSpec, digest: bytes) -> UnitId:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from lakeckpt.checkpoint.arguments import checked_state
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.interop.safetensors_files import is_safetensors, read_safetensors
 from lakeckpt.checkpoint.interop.torch_files import read_torch_file
-from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.opening import open_saves
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.checkpoint.restore.restorer import Restorer

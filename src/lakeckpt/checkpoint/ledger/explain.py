@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.checkpoint.consumed.reader_states import is_flow
 from lakeckpt.checkpoint.consumed.rows import GroupRows, Order, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest, ReaderRecord
 from lakeckpt.checkpoint.ledger.audit import read_run
@@ -24,10 +23,11 @@ from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.ledger.report import plain_of
 from lakeckpt.checkpoint.persist.history import History, index_path, selection_path
 from lakeckpt.checkpoint.persist.log import slot_path
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import Assignment, LayoutKey, Plan
 from lakeckpt.core.receipts import Span
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.state import State, depends_on_data
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.steps import Frontier
@@ -220,19 +220,17 @@ class _Explainer:
         self._manifest = manifest
         self.name = name
         self._record = record
-        if is_flow(record.state):
+        if depends_on_data(record.state):
             raise ConfigError(
                 f"which rows of {name!r} made a step depends on what its transform yielded, and the log has that from "
                 "checkpoint to checkpoint only: `lakeckpt audit` counts these rows"
             )
-        state = ReaderState.from_plain(record.state)
+        state = State.from_plain(record.state)
         self._identity = state.identity
         self.is_packed = self._identity.unit > 1
         self._orders = orders
         self.documents: Documents | None = None
-        self._pairs = [
-            (ReaderState.from_plain(stretch.begin), ReaderState.from_plain(stretch.end)) for stretch in record.stretches
-        ]
+        self._pairs = [(State.from_plain(stretch.begin), State.from_plain(stretch.end)) for stretch in record.stretches]
 
     def steps(self, step: int, ranks: Collection[int] | None) -> list[ReaderStep]:
         """Return the rows of ``step``, one entry for each table version that it read."""

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, short_digest
 from lakeckpt.checkpoint.format.fields import Ranks, holds, ranges
 from lakeckpt.checkpoint.format.parts import Outline
-from lakeckpt.checkpoint.format.units import UnitId
+from lakeckpt.checkpoint.format.units import Unit, UnitId
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.tracking.rounds import Rounds
 from lakeckpt.tracking.tally import Tally
 
-__all__ = ["SUMS", "Agreement", "Shares", "Unit", "agree", "sum_of"]
+__all__ = ["SUMS", "Agreement", "Shares", "agree", "sum_of"]
 
 _UNITS = "the units"
 _DIGEST = "digest of "
@@ -45,17 +45,6 @@ Held = Mapping[UnitId, tuple[int, Intervals]]
 """A unit → its size in bytes, and the ranks that hold it."""
 Shares = Mapping[UnitId, tuple[int, Ranks]]
 """A unit → the rank that writes it, and the ranks that hold it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """A tensor or a tree, as it is on this rank."""
-
-    id: UnitId
-    size_bytes: int
-    bundle: Hashable = None
-    """Which units are compared as one: the units of one bundle are on the same ranks. None: the unit is compared
-    alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
-from lakeckpt.checkpoint.failures import save_failed
 from lakeckpt.checkpoint.format.manifest import Entry, Manifest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.persist.commit import superseded
+from lakeckpt.checkpoint.persist.failures import save_failed
 from lakeckpt.checkpoint.persist.log import SlotTaken, list_slots, put_entry, read_entry, slot_path
 from lakeckpt.errors import AttemptSuperseded, ObjectMissing, SaveFailed, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage, describe

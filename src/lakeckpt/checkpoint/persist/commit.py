@@ -10,12 +10,12 @@ The module imports without torch. `collect_parts` starts and joins the threads t
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from lakeckpt.checkpoint.failures import published_failure
 from lakeckpt.checkpoint.format.begins import said_of
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.fields import Ranks
@@ -24,13 +24,16 @@ from lakeckpt.checkpoint.format.parts import PARTS, PartRecord, SaveId
 from lakeckpt.checkpoint.format.sharing import say_ranks
 from lakeckpt.checkpoint.format.units import UnitId, tensor_unit, tree_unit
 from lakeckpt.checkpoint.persist.agreement import SUMS, sum_of
+from lakeckpt.checkpoint.persist.failures import published_failure
 from lakeckpt.checkpoint.persist.log import SlotTaken, read_entry
 from lakeckpt.checkpoint.state.wholes import Wholes
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (
     AttemptSuperseded,
     CheckpointDamaged,
+    DamageWarning,
     ObjectMissing,
+    RetentionWarning,
     SaveFailed,
     StorageError,
     WireError,
@@ -41,6 +44,7 @@ from lakeckpt.tracking.waiting import Waiter, poll
 
 __all__ = [
     "Expected",
+    "Remarks",
     "await_commit",
     "collect_parts",
     "superseded",
@@ -48,6 +52,24 @@ __all__ = [
 ]
 
 _READ_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remarks:
+    """The problems that were found at a successful commit."""
+
+    lost: str = ""
+    """The objects of the run that are missing; empty if none is."""
+    unpruned: str = ""
+    """Why checkpoints that are not to be kept could not be removed after the commit; empty if they were removed."""
+
+    def warn(self) -> None:
+        """Warn of each problem."""
+        if self.lost:
+            warnings.warn(f"damage in the run: {self.lost}", DamageWarning, stacklevel=5)
+        if self.unpruned:
+            text = "checkpoints that are not to be kept could not be removed, and take up room until a save can: "
+            warnings.warn(text + self.unpruned, RetentionWarning, stacklevel=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

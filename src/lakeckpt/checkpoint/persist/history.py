@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from math import isnan
 from typing import Literal
 
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.manifest import Begin, Manifest, Restored
 from lakeckpt.checkpoint.format.parts import PARTS
-from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.log import Damage, LogView, read_log, slot_path
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.progress import Progress

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lakeckpt.checkpoint.failures import save_failed
+from lakeckpt.checkpoint.persist.failures import save_failed
 from lakeckpt.checkpoint.persist.history import INDEX, index_path, selection_path
 from lakeckpt.errors import ObjectMissing, WireError
 from lakeckpt.lake.storage.base import Storage

@@ -21,7 +21,15 @@ from lakeckpt import __version__
 from lakeckpt.checkpoint.consumed.excluded import excluded_of, with_excluded
 from lakeckpt.checkpoint.consumed.pending import joined, since, weakest
 from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of, shared_fields
-from lakeckpt.checkpoint.failures import (
+from lakeckpt.checkpoint.format.keep import Keep
+from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, SaveId, TreeRecord
+from lakeckpt.checkpoint.format.units import tensor_unit, tree_unit
+from lakeckpt.checkpoint.format.verified_reads import fetch_part
+from lakeckpt.checkpoint.persist.agreement import Agreement, agree
+from lakeckpt.checkpoint.persist.attempt import Attempt, Tip
+from lakeckpt.checkpoint.persist.commit import Expected, Remarks, await_commit, collect_parts, verify_objects
+from lakeckpt.checkpoint.persist.failures import (
     ListeningWaiter,
     leave_note,
     noted_failure,
@@ -30,19 +38,10 @@ from lakeckpt.checkpoint.failures import (
     save_error,
     save_failed,
 )
-from lakeckpt.checkpoint.format.manifest import Manifest
-from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, SaveId, TreeRecord
-from lakeckpt.checkpoint.format.units import tensor_unit, tree_unit
-from lakeckpt.checkpoint.format.verified_reads import fetch_part
-from lakeckpt.checkpoint.keep import Keep
-from lakeckpt.checkpoint.persist.agreement import Agreement, agree
-from lakeckpt.checkpoint.persist.attempt import Attempt, Tip
-from lakeckpt.checkpoint.persist.commit import Expected, await_commit, collect_parts, verify_objects
 from lakeckpt.checkpoint.persist.log import read_entry
 from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.persist.retention import Retention
 from lakeckpt.checkpoint.persist.unchanged import Earlier
-from lakeckpt.checkpoint.report import Remarks
 from lakeckpt.checkpoint.state.staged import StagedCut
 from lakeckpt.core.read_ahead import BASES, Basis
 from lakeckpt.errors import (

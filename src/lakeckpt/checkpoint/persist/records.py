@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from lakeckpt.checkpoint.failures import published_failure
 from lakeckpt.checkpoint.format.parts import PARTS, SaveId
+from lakeckpt.checkpoint.persist.failures import published_failure
 from lakeckpt.errors import MissingRanksError, ObjectMissing, SaveFailed, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.rounds import (

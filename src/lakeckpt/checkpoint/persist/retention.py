@@ -14,9 +14,9 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.manifest import Manifest, PartRef
 from lakeckpt.checkpoint.format.parts import OBJECTS, PARTS, PartRecord, SaveId
-from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.history import kept_of
 from lakeckpt.checkpoint.persist.log import is_taken, read_entry, read_log, slot_path
 from lakeckpt.errors import CheckpointDamaged, ObjectMissing, WireError

@@ -15,7 +15,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from lakeckpt.checkpoint.failures import noted_stop
+from lakeckpt.checkpoint.persist.failures import noted_stop
 
 if TYPE_CHECKING:
     from lakeckpt.tracking.exchange import Exchange

@@ -35,7 +35,6 @@ from lakeckpt.errors import ConfigError, LakeckptError
 from lakeckpt.tracking.waiting import SystemWaiter, poll
 
 if TYPE_CHECKING:
-    from lakeckpt.checkpoint.report import Reporter
     from lakeckpt.tracking.exchange import Exchange
 
 __all__ = ["Preempted", "Preemption"]
@@ -66,7 +65,7 @@ class Preemption:
     Args:
         save_on: the names of the signals; with none, nothing is started, and the methods do nothing.
         exchange: the other ranks.
-        reporter: knows the optimizer step of the newest checkpoint.
+        saved_step: returns the optimizer step of the newest checkpoint.
         grace_s: how long the training loop may take to its next cut, in seconds. None: three times its usual step, and
             at least 15 s.
         requeue: ``"slurm"``: rank 0 requeues the job. None: nobody does.
@@ -78,7 +77,7 @@ class Preemption:
         self,
         save_on: Collection[str],
         exchange: Exchange,
-        reporter: Reporter,
+        saved_step: Callable[[], int],
         *,
         grace_s: float | None,
         requeue: str | None,
@@ -87,7 +86,7 @@ class Preemption:
         check_handlers(self._numbers)
         check_requeue(requeue, is_used=bool(self._numbers))
         _check_grace(grace_s)
-        self._exchange, self._reporter, self._asked_s = exchange, reporter, grace_s
+        self._exchange, self._saved_step, self._asked_s = exchange, saved_step, grace_s
         self._has_agent = False
         self._requeues = requeue is not None and exchange.rank == 0
         self._agreement = Agreement(exchange)
@@ -192,7 +191,7 @@ class Preemption:
             self._changed.notify_all()
         if number is not None:
             if self._exchange.rank == 0:
-                self._report(f"the job ends. The newest checkpoint is of step {self._reporter.saved_step}")
+                self._report(f"the job ends. The newest checkpoint is of step {self._saved_step()}")
             self._requeue()
             raise Preempted(128 + number)
 
@@ -314,7 +313,7 @@ class Preemption:
 
     def _end(self, obstacle: Obstacle) -> NoReturn:
         """End this process without a save."""
-        kept = f"the newest checkpoint is of step {self._reporter.saved_step}"
+        kept = f"the newest checkpoint is of step {self._saved_step()}"
         if self._has_agent:
             kept += ", unless all ranks have captured a newer cut, which their agents persist"
         self._report(f"{obstacle.reason}. Nothing is saved anew: {kept}")

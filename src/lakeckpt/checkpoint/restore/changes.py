@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lakeckpt.checkpoint.format.begins import Begin, Facts
-from lakeckpt.checkpoint.report import RestartWarning
+from lakeckpt.errors import RestartWarning
 
 __all__ = ["facts_of", "recorded", "say_changes"]
 

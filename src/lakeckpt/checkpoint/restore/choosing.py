@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from lakeckpt import __version__
+from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.manifest import Begin, Captured, Manifest, Restored
-from lakeckpt.checkpoint.keep import Keep
 from lakeckpt.checkpoint.persist.commit import superseded
 from lakeckpt.checkpoint.persist.history import (
     at_work,
@@ -46,12 +46,11 @@ from lakeckpt.checkpoint.persist.log import (
     read_log,
     slot_path,
 )
-from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.restore.changes import facts_of, recorded, say_changes
 from lakeckpt.checkpoint.restore.from_memory import Offer, where_it_goes_on
 from lakeckpt.checkpoint.restore.rest_of_epoch import is_carried_over
 from lakeckpt.checkpoint.restore.rollback import before_orders, never_removed, no_such_step, restorable
-from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, CheckpointNotFound, StorageError
+from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, CheckpointNotFound, DamageWarning, StorageError
 from lakeckpt.lake.storage.base import Storage, clear_leftovers, describe, expect_folder
 
 __all__ = ["MOST_TRIES", "Choice", "Chooser", "LogReader", "Step", "too_often_removed"]

@@ -2,7 +2,7 @@
 
 `differences` lists every missing, extra and mis-shaped entry of modules and optimizers, optimizers of another class,
 and parts of tensors that no rank saved. Of other objects, only the names are compared: such an object refuses its state
-itself. So does a part of a module that loads itself (`lakeckpt.checkpoint.restore.own_loading`): `on_trial` returns the
+itself. So does a part of a module that loads itself (`lakeckpt.checkpoint.state.own_loading`): `on_trial` returns the
 parts that do not fit as they are. The module reads no tensor and changes no object.
 """
 
@@ -16,10 +16,10 @@ import torch
 
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.checkpoint.format.sharing import say_ranks
-from lakeckpt.checkpoint.restore.own_loading import loads_itself, part_of
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.checkpoint.state.names import fitted, parameter_names
 from lakeckpt.checkpoint.state.optimizer_states import differences_of_states, states_in
+from lakeckpt.checkpoint.state.own_loading import loads_itself, part_of
 from lakeckpt.checkpoint.state.shards import is_sharded, local_of, offsets_of, sharing_of
 from lakeckpt.checkpoint.state.tensors import spec_of, tied_key
 from lakeckpt.checkpoint.state.tree import alongside, class_of, flatten, references

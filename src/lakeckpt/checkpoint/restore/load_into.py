@@ -29,14 +29,13 @@ import torch
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
-from lakeckpt.checkpoint.report import DamageWarning
 from lakeckpt.checkpoint.restore.compare import fitted_to, has_torchs_state, on_trial
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.checkpoint.state.optimizer_states import fits, states_in
 from lakeckpt.checkpoint.state.shards import is_sharded, local_of, offsets_of
 from lakeckpt.checkpoint.state.tensors import empty_for, host_bytes, in_dim_order, tied_key
 from lakeckpt.checkpoint.state.tree import alongside, flatten, rebuild, references
-from lakeckpt.errors import CheckpointError, CheckpointMismatch, StateError, StorageError
+from lakeckpt.errors import CheckpointError, CheckpointMismatch, DamageWarning, StateError, StorageError
 from lakeckpt.tracking.readers import StartingReader, TrackedReader
 from lakeckpt.wire.envelope import TensorRef
 

@@ -17,19 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from lakeckpt.checkpoint.consumed.reader_states import AnyState, consumed, layout, of_positions
 from lakeckpt.checkpoint.consumed.rows import Order
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import index_path, read_history
+from lakeckpt.core.changes import start
+from lakeckpt.core.consumption import consumed
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Left, Rest
-from lakeckpt.core.plan import LayoutKey, start
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import State, depends_on_data
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, ObjectMissing, WireDamaged
 from lakeckpt.lake.parquet.footer import Progress
 from lakeckpt.lake.storage.base import Storage, describe
@@ -45,6 +48,7 @@ __all__ = [
     "carried_over",
     "carry_over",
     "excluding",
+    "in_lockstep",
     "is_carried_over",
     "rest_of_epoch",
     "rows_consumed",
@@ -53,7 +57,18 @@ __all__ = [
 _KIND, _VERSION = "carried-over", (1, 0)
 
 
-def excluding(state: ReaderState, index: TableIndex, there: TableIndex) -> tuple[TableIndex, ReaderState]:
+def in_lockstep(plain: Mapping[str, Any], what: str) -> State:
+    """Return the state that ``plain`` was made of. Raises `ConfigError`, which says that ``what`` cannot be done in
+    mid-epoch, if its consumption depends on the data, and `StateError` if it is none."""
+    if depends_on_data(plain):
+        raise ConfigError(
+            f"{what} cannot go on in the middle of an epoch: what it consumes depends on the data, and a row may be "
+            "consumed in part. Let the epoch end first"
+        )
+    return State.from_plain(plain)
+
+
+def excluding(state: State, index: TableIndex, there: TableIndex) -> tuple[TableIndex, State]:
     """Return the index and the state with which the epoch of ``state`` goes on.
 
     ``index`` is the index of ``state``; ``there`` is the same with other excluded row groups.
@@ -65,7 +80,7 @@ def excluding(state: ReaderState, index: TableIndex, there: TableIndex) -> tuple
     return there, start(identity, epoch=state.epoch, num_lanes=lanes, batch_size=batch_size, world_size=world_size)
 
 
-def rest_of_epoch(state: ReaderState, there: TableIndex, taken: Deletes) -> tuple[TableIndex, ReaderState]:
+def rest_of_epoch(state: State, there: TableIndex, taken: Deletes) -> tuple[TableIndex, State]:
     """Return the index of the rest of the epoch of ``state`` in the version ``there``, and the state at its start.
 
     ``taken`` are the rows of ``there`` that had been consumed.
@@ -73,7 +88,7 @@ def rest_of_epoch(state: ReaderState, there: TableIndex, taken: Deletes) -> tupl
     rest = replace(there, rest=RestOfEpoch(epoch=state.epoch, taken=taken))
     lanes, _, _ = state.segment.topology
     left = Left(epoch=state.epoch, positions=Intervals.whole(rest.num_rows), num_lanes=lanes, rotation=0)
-    found = ReaderState(
+    found = State(
         identity=_identity(state, rest),
         epoch=state.epoch,
         segments=(replace(state.segment, micro_batch=0, step=0),),
@@ -83,13 +98,11 @@ def rest_of_epoch(state: ReaderState, there: TableIndex, taken: Deletes) -> tupl
     return rest, found
 
 
-def rows_consumed(state: AnyState, index: TableIndex) -> Deletes:
+def rows_consumed(state: State, index: TableIndex) -> Deletes:
     """Return the stored rows of ``index`` that ``state`` has consumed, and those that its rest had consumed before."""
     positions = consumed(state).get(state.epoch, Intervals.empty())
-    num_lanes, rotation = layout(state, state.epoch)
-    key = LayoutKey(epoch=state.epoch, num_lanes=num_lanes, rotation=rotation)
     order = Order(index)
-    rows = order.table_rows(state.identity.spec, key, positions)
+    rows = order.table_rows(state.identity.spec, Plan(state).layout(state.epoch), positions)
     found = {}
     for file in range(len(index.paths)):
         stored = index.existing(file)
@@ -100,7 +113,7 @@ def rows_consumed(state: AnyState, index: TableIndex) -> Deletes:
     return Deletes.of(found).union(Deletes() if index.rest is None else index.rest.taken)
 
 
-def _identity(state: ReaderState, index: TableIndex) -> Identity:
+def _identity(state: State, index: TableIndex) -> Identity:
     version = str(index.version) if index.version.name else ""
     return replace(state.identity, table=index.digest, selection="", rows=index.num_rows, version=version)
 
@@ -127,7 +140,7 @@ class CarriedOver:
 class _Place:
     """Where a reader goes on: its state, and the digest (hex) of the index of the rest of the epoch."""
 
-    state: ReaderState
+    state: State
     index: str
 
 
@@ -146,7 +159,7 @@ def carry_over(
     either version cannot be read any more, `CheckpointNotFound` and `CheckpointDamaged`.
     """
     manifest, name, record = _newest(storage, reader)
-    state = of_positions(record.state, f"reader {name!r} with another version of its table")
+    state = in_lockstep(record.state, f"reader {name!r} with another version of its table")
     old = table.at(_saved_index(storage, state.identity.table))
     if old.index.whole.digest == table.index.digest:
         raise ConfigError(
@@ -229,7 +242,7 @@ def _saved_index(storage: Storage, digest: str) -> TableIndex:
         raise CheckpointDamaged(f"{path}: {error}") from error
 
 
-def _check(state: ReaderState, name: str, key: Sequence[str], old: Table, new: Table) -> None:
+def _check(state: State, name: str, key: Sequence[str], old: Table, new: Table) -> None:
     if state.identity.endless:
         raise ConfigError(
             f"{name!r} is an endless stream: its epochs overlap, and none of them can be carried over alone"

@@ -22,7 +22,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,28 +31,31 @@ import torch
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
 from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of
-from lakeckpt.checkpoint.format.manifest import Captured, ReaderRecord
+from lakeckpt.checkpoint.format.manifest import Captured, CheckpointInfo, ReaderRecord
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.indexes import documents_of, filtered
 from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
-from lakeckpt.checkpoint.presence import Presence
-from lakeckpt.checkpoint.report import CheckpointInfo, DamageWarning, RestoreReport
 from lakeckpt.checkpoint.restore.choosing import Chooser
 from lakeckpt.checkpoint.restore.from_memory import Offer, Remembered
+from lakeckpt.checkpoint.restore.presence import Presence
 from lakeckpt.checkpoint.restore.table_versions import opened_versions, pins_as_on, records_at
 from lakeckpt.checkpoint.restore.trial import Candidate, Trial
 from lakeckpt.checkpoint.state.random_states import derive_random, restore_random
-from lakeckpt.errors import ArenaError, CheckpointDamaged
+from lakeckpt.errors import ArenaError, CheckpointDamaged, DamageWarning
 from lakeckpt.lake.storage.base import Storage, expect_folder
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.tally import Tally
 from lakeckpt.tracking.votes import texts
 
-__all__ = ["Restorer"]
+__all__ = [
+    "RestoreReport",
+    "Restorer",
+]
 
 _LOG = logging.getLogger("lakeckpt")
 _SKIPPED = "rest of the epoch skipped by "
 _PLACES = "places of reader "
+_UNCHECKED = "a rank's memory has no checksums"
 _MOST_LOOKS = 10
 """So often a choice is compared before the claim. A live job that removes each one before its records are read is rare:
 the run is claimed all the same, and what that job committed last is compared then."""
@@ -64,6 +67,30 @@ _UNSEEN = (
 )
 _Which = tuple[int | None, Captured | None]
 """The slot of a checkpoint (None: none yet), and the cut in memory that goes on from it, if that is restored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """The result of `CheckpointManager.restore`."""
+
+    restored: CheckpointInfo | None
+    """The checkpoint that was restored; None on a fresh start. If a newer cut in memory was restored instead, this is
+    the checkpoint that the cut follows."""
+    captured: int | None = None
+    """The optimizer step of the cut in this job's memory that was restored; None if the checkpoint was restored."""
+    checked: bool = True
+    """Whether all that was read was compared with checksums. False: not checked. The process of some rank had died
+    before its agent could take the checksums of the cut in memory."""
+    attempt: int
+    """The attempt that began."""
+    damaged: tuple[Damage, ...]
+    """All damage that was found, also the damage of newer checkpoints that were skipped."""
+    per_rank: tuple[str, ...]
+    """Units (``tensor:…``, ``tree:…``) whose contents differed between ranks. On the same number of ranks these are
+    units of this rank; replicas of a part of a tensor that have diverged may be missing. After a change of the world
+    size, rank r takes the units of the old rank r, and a new rank takes those of the old rank r mod W."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """reader → why the rest of its epoch was skipped: its table version is gone (``on_version_gone="next_epoch"``)."""
 
 
 class Restorer:
@@ -198,7 +225,8 @@ class Restorer:
 
         def read() -> dict[str, str]:
             found.append(self._candidate(run, which))
-            return {f"{_SKIPPED}{name}": reason for name, reason in found[0].pins.skipped.items()}
+            facts = {f"{_SKIPPED}{name}": reason for name, reason in found[0].pins.skipped.items()}
+            return facts if found[0].is_checked else {**facts, _UNCHECKED: "yes"}
 
         tally = self._trial.vote(read, of_memory=which[1] is not None)
         if not {"damaged", "unfit"}.isdisjoint(tally.facts):
@@ -214,7 +242,7 @@ class Restorer:
         states = {name: state for name, state in chosen.pins.states.items() if name not in skipped}
         readers = chosen.readers if which[1] is None else self._merged(chosen.step, chosen.readers)
         pins = replace(chosen.pins, indexes=indexes, states=states, skipped=skipped)
-        return replace(chosen, readers=readers, pins=pins)
+        return replace(chosen, readers=readers, pins=pins, is_checked=_UNCHECKED not in tally.facts)
 
     def _merged(self, step: int, readers: Mapping[str, ReaderRecord]) -> dict[str, ReaderRecord]:
         """Return the records of ``readers`` in the memory of this node, with the states of the whole job: each rank has
@@ -243,6 +271,7 @@ class Restorer:
         return Candidate(
             manifest=manifest,
             captured=captured,
+            is_checked=recalled.is_checked,
             step=captured.step,
             readers=recalled.last,
             pending=recalled.pending,
@@ -346,12 +375,15 @@ class Restorer:
             else:
                 restore_random(chosen.loaded.random)
             if self._exchange.rank == 0:
+                if not chosen.is_checked:
+                    _LOG.info("what was restored of step %d in memory was not checked: it has no checksums", step)
                 self._warn_of(chosen.pins.skipped)
                 for name, grown in chosen.pins.grown.items():
                     _LOG.info("%r: %s", name, grown)
         report = RestoreReport(
             restored=restored,
             captured=None if chosen is None or chosen.captured is None else chosen.step,
+            checked=chosen is None or chosen.is_checked,
             attempt=attempt.number,
             damaged=tuple(self._chooser.damaged.values()),
             per_rank=() if chosen is None else chosen.loaded.per_rank,

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-from lakeckpt.checkpoint.consumed.reader_states import of_positions
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import index_path
-from lakeckpt.checkpoint.restore.rest_of_epoch import excluding
-from lakeckpt.core.state import ReaderState
+from lakeckpt.checkpoint.restore.rest_of_epoch import excluding, in_lockstep
+from lakeckpt.core.state import State
 from lakeckpt.errors import CheckpointDamaged, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.index import TableIndex
@@ -36,7 +35,7 @@ class Pins:
 
     indexes: Mapping[str, TableIndex] = field(default_factory=dict)
     """The version to go to; readers that are not named stay at the one at hand."""
-    states: Mapping[str, ReaderState] = field(default_factory=dict)
+    states: Mapping[str, State] = field(default_factory=dict)
     """The state to load in place of the one that was saved, where other row groups are excluded than then."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Why the rest of the state's epoch is skipped; found on rank 0 alone."""
@@ -52,7 +51,7 @@ def fit_readers(
     Raises what `VersionedReader.fit` raises.
     """
     indexes: dict[str, TableIndex] = {}
-    states: dict[str, ReaderState] = {}
+    states: dict[str, State] = {}
     skipped: dict[str, str] = {}
     grown: dict[str, str] = {}
     for name, record in records.items():
@@ -63,7 +62,7 @@ def fit_readers(
         saved = partial(_saved, storage, "" if live is None else live.digest)
         fit = reader.fit(record.state, saved, look=look)
         if fit.excluding is not None:
-            state = of_positions(record.state, f"reader {name!r} with other row groups excluded (exclude=)")
+            state = in_lockstep(record.state, f"reader {name!r} with other row groups excluded (exclude=)")
             indexes[name], states[name] = excluding(state, fit.index, fit.excluding)
         elif fit.index is not None:
             indexes[name] = fit.index

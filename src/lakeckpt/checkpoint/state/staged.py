@@ -13,8 +13,7 @@ from lakeckpt.checkpoint.format.digests import digest_of_leaves
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING
 from lakeckpt.checkpoint.format.sharing import Sharing, sharing_from_bytes
-from lakeckpt.checkpoint.format.units import tensor_unit, tree_unit
-from lakeckpt.checkpoint.persist.agreement import Unit
+from lakeckpt.checkpoint.format.units import Unit, tensor_unit, tree_unit
 from lakeckpt.checkpoint.state.wholes import place_of
 
 __all__ = ["Staged", "StagedCut", "StagedTensor", "StagedTree"]

@@ -19,8 +19,8 @@ from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.ledger.verify import Kept
 from lakeckpt.checkpoint.persist.history import History
 from lakeckpt.cli.inspect import overview_of
-from lakeckpt.core.flows.plan import read_state
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.state import State
 from lakeckpt.errors import LakeckptError
 from lakeckpt.lake.storage.base import Storage
 
@@ -75,7 +75,7 @@ def _epochs(history: History) -> dict[str, list[dict[str, Any]]]:
         for name, record in manifest.readers.items():
             strips = found.setdefault(name, {})
             for stretch in record.stretches:
-                identity = read_state(stretch.begin).identity
+                identity = State.from_plain(stretch.begin).identity
                 attempt = manifest.attempt if stretch.attempt < 0 else stretch.attempt
                 for epoch, positions in stretch.consumed.items():
                     strips.setdefault(epoch, _Strip(identity.rows_of(epoch))).add(positions, attempt)

@@ -19,13 +19,15 @@ from typing import Literal
 
 import numpy as np
 
+from lakeckpt.core.changes import replan, start
 from lakeckpt.core.hashing import derive_key
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.lanes import Rest, turns
-from lakeckpt.core.plan import Plan, replan, start
-from lakeckpt.core.state import Identity, ReaderState, Segment
-from lakeckpt.core.stream import StreamDeal
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import Segment, State
 from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedReceipt, Part
 from lakeckpt.core.streams.mixing import Share, fractions
+from lakeckpt.core.streams.stream import StreamDeal
 from lakeckpt.errors import StateError
 
 __all__ = [
@@ -72,7 +74,7 @@ class MixedState:
     """The state of a whole job that reads a mixture: the states of its sources, which are at the same step."""
 
     mixing: Mixing
-    sources: tuple[ReaderState, ...]
+    sources: tuple[State, ...]
 
     def __post_init__(self) -> None:
         topologies = {replace(one.segment, share=None) for one in self.sources}
@@ -257,7 +259,7 @@ def started(mixing: Mixing, identities: tuple[Identity, ...], topology: Mapping[
     )
 
 
-def joined(mixing: Mixing, known: Mapping[int, ReaderState], identities: tuple[Identity, ...]) -> MixedState:
+def joined(mixing: Mixing, known: Mapping[int, State], identities: tuple[Identity, ...]) -> MixedState:
     """Return the state of a mixture to which sources were added: ``known`` are the states of those it had, by their
     numbers. All go on with the first weights of ``mixing``.
 
@@ -272,13 +274,13 @@ def joined(mixing: Mixing, known: Mapping[int, ReaderState], identities: tuple[I
         opened = replace(like.segment, micro_batch=Plan(like).micro_batch(like.step), step=like.step, share=share)
         if one is None:
             rest = Rest(begun=(), next_epoch=0)
-            found.append(ReaderState(identity=identity, epoch=0, segments=(opened,), step=like.step, base=rest))
+            found.append(State(identity=identity, epoch=0, segments=(opened,), step=like.step, base=rest))
         else:
             found.append(replan(one, share=share, **_topology(one)))
     return MixedState(mixing=mixing, sources=tuple(found))
 
 
-def is_unread(state: ReaderState) -> bool:
+def is_unread(state: State) -> bool:
     """Return whether nothing of a source was read in ``state``: it is of the first step, or of one where it joined."""
     is_whole = state.base is None or state.base == Rest(begun=(), next_epoch=0)
     return is_whole and len(state.segments) == 1 and state.step == state.segment.step
@@ -333,13 +335,13 @@ def advanced(state: MixedState) -> MixedState:
     return state
 
 
-def _topology(state: MixedState | ReaderState) -> dict[str, int]:
+def _topology(state: MixedState | State) -> dict[str, int]:
     return dict(zip(("num_lanes", "batch_size", "world_size"), state.segment.topology, strict=True))
 
 
-def stretches(state: ReaderState | MixedState) -> Iterator[tuple[Plan | MixedPlan, int, int | None]]:
+def stretches(state: State | MixedState) -> Iterator[tuple[Plan | MixedPlan, int, int | None]]:
     """Yield (plan, first step, one past its last step or None) of all that is to come after ``state``."""
-    if isinstance(state, ReaderState):
+    if isinstance(state, State):
         single = Plan(state)
         yield single, state.step, single.steps
         return

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lakeckpt.core.plan import fit_lanes
+from lakeckpt.core.changes import fit_lanes
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedReceipt
 from lakeckpt.core.streams.mixing import fractions
 from lakeckpt.core.streams.mixture import (
@@ -175,7 +176,7 @@ class MixedProgress:
             raise
         self.changed()
 
-    def load_source(self, number: int, state: ReaderState) -> None:
+    def load_source(self, number: int, state: State) -> None:
         """Go on from the state of one source, if the others go on from there, too; `changed` comes next.
 
         StateMismatch, without a change, where its rows were mixed otherwise, or it is of another order of rows.
@@ -192,7 +193,7 @@ class MixedProgress:
         names = sorted(sources) if isinstance(sources, Mapping) else []
         if names != sorted(self.mixing.names):
             raise StateError(f"the state is of a mixture of {names}, and this mixture is of {list(self.mixing.names)}")
-        states = tuple(ReaderState.from_plain(sources[name]) for name in self.mixing.names)
+        states = tuple(State.from_plain(sources[name]) for name in self.mixing.names)
         return MixedState(mixing=self.mixing, sources=states)
 
     def changed(self) -> None:
@@ -272,7 +273,7 @@ class MixedProgress:
         self._plan = None
 
 
-def _check_mixed_alike(mixing: Mixing, number: int, state: ReaderState) -> None:
+def _check_mixed_alike(mixing: Mixing, number: int, state: State) -> None:
     """Refuse the state of a source that was mixed with others in another way: `mixing` would go on elsewhere in it."""
     share = state.segment.share
     if share is None:  # refused with the states of all sources

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from lakeckpt.core.plan import between
+from lakeckpt.core.consumption import between
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.data.flows.calls import maker_of
 from lakeckpt.data.place.deliveries import Deliveries
 from lakeckpt.data.place.identity import Pinned
@@ -139,7 +139,7 @@ class LoaderReader:
         self._loader._settle()
         self._progress.runs.mark(at)
 
-    def stretches(self, at: Receipt | None = None) -> list[tuple[ReaderState, ReaderState]]:
+    def stretches(self, at: Receipt | None = None) -> list[tuple[State, State]]:
         """Return what was consumed since the mark up to ``at``, as (from, to) pairs of states of one epoch each."""
         self._loader._settle()
         return self._progress.runs.stretches(at)
@@ -176,10 +176,7 @@ class LoaderReader:
             done = between(before, after)
         except StateMismatch:
             return  # it is of another history: the ledger shows the gap
-        for begin, end in done:
-            self._progress.runs.begin(begin)
-            self._progress.runs.reach(end)
-        self._progress.runs.begin(self._progress.state)
+        self._progress.runs.add(done)
 
     # --- for managers of tables that have versions
 
@@ -248,7 +245,7 @@ class SourceReader(LoaderReader):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state`` at the next iteration, if the other sources go on from there, too."""
-        self._mixed.load_source(self._source, ReaderState.from_plain(state))
+        self._mixed.load_source(self._source, State.from_plain(state))
         self._mixed.changed()
         self._loader._early = None
 

@@ -16,9 +16,8 @@ from os import PathLike
 from typing import Any, Literal
 
 from lakeckpt.checkpoint.arguments import checked_state
-from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo, Manifest
 from lakeckpt.checkpoint.ranks import check_topology, exchange_of
-from lakeckpt.checkpoint.report import CheckpointInfo
 from lakeckpt.checkpoint.restore.choosing import MOST_TRIES, Choice, Step, too_often_removed
 from lakeckpt.checkpoint.restore.table_versions import records_at
 from lakeckpt.checkpoint.restore.trial import Candidate, Trial
