@@ -115,7 +115,7 @@ format: $(VENV)/dev  ## let ruff put files into form
 	$(BIN)/ruff format .
 
 test-soak: $(VENV)/dev  ## real jobs on several topologies, killed at random moments; new examples of every property
-	HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-soak}" $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+	HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-soak}" $(BIN)/python -m pytest -n $$(($(JOBS) + 1)) --dist worksteal \
 	    -m "(soak or hypothesis) and not system and not gpu" $(ARGS)
 
 test-system: $(VENV)/dev  ## cuts of power, faults of system calls: needs root; installs Debian packages

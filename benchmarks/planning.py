@@ -24,9 +24,11 @@ import pyarrow.parquet as pq
 
 from benchmarks.measure import Measured, measure, report, show
 from lakeckpt import LakeDataset, LakeLoader
+from lakeckpt.core.changes import start
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.order import EpochLayout, OrderSpec
-from lakeckpt.core.plan import Plan, start
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import State
 from lakeckpt.lake.formats.footer_cache import dump_footers, load_footers
 from lakeckpt.lake.formats.pinning import index_of
 from lakeckpt.lake.parquet.footer import summarize
@@ -88,7 +90,7 @@ def scaled(files: int, storage: OneFile) -> dict[str, Callable[[], object]]:
 
     first = loader()
     next(iter(first))
-    begun = ReaderState.from_plain(first.state_dict())
+    begun = State.from_plain(first.state_dict())
     steps = Plan(begun).steps
     assert steps is not None
     late = replace(begun, step=steps * 9 // 10).to_plain()

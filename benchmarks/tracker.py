@@ -17,30 +17,26 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.measure import show
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
-from lakeckpt.checkpoint.consumed.reader_states import consumption
 from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of
 from lakeckpt.checkpoint.format.manifest import ReaderRecord, Stretch
-from lakeckpt.core.flows.plan import flow_start, frontiers_of, joined, moved, part_of, replan_flow
-from lakeckpt.core.flows.state import FlowState, Maker
+from lakeckpt.core.changes import moved, part_of, replan, start
+from lakeckpt.core.consumption import consumption
+from lakeckpt.core.identity import Identity, Maker
 from lakeckpt.core.order import OrderSpec
-from lakeckpt.core.plan import replan, start
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixing import fractions
 from lakeckpt.core.streams.mixture import MixedState, Mixing, reweighed, started
-from lakeckpt.tracking.lane_messages import HeldLanes, chain_to_plain, from_message, to_message
 from lakeckpt.tracking.rounds import facts_from_bytes, facts_to_bytes
-from lakeckpt.tracking.tally import Tally, ranks_of
+from lakeckpt.tracking.tally import Tally
 from lakeckpt.wire.documents import to_plain
 from lakeckpt.wire.envelope import dumps
-from lakeckpt.wire.values import pack, unpack
 
 RANKS, WORKERS = 8, 4
 """Of a node; of a rank."""
@@ -86,102 +82,47 @@ def timed(work: Callable[[], _T]) -> tuple[_T, float]:
 # --- a save
 
 
-def states_of(nodes: int) -> tuple[FlowState, FlowState]:
+def states_of(nodes: int) -> tuple[State, State]:
     """The states of a job at one save, and at the next."""
     numbers, world_size = random.Random(nodes), nodes * RANKS
-    begin = flow_start(
-        identity_of(ROWS), _TOKENIZER, epoch=0, num_lanes=world_size * WORKERS, batch_size=64, world_size=world_size
-    )
+    identity = replace(identity_of(ROWS), maker=_TOKENIZER)
+    begin = start(identity, epoch=0, num_lanes=world_size * WORKERS, batch_size=64, world_size=world_size)
     rows = ROWS // begin.segment.num_lanes // 2
-    done = [rows + numbers.randrange(1000) for _ in begin.done]
-    before = replace(begin, step=10**5, done=tuple(done), offsets=tuple(numbers.randrange(64) for _ in done))
-    after = replace(
-        before,
-        step=before.step + 1000,
-        done=tuple(one + 500 + numbers.randrange(500) for one in done),
-        offsets=tuple(numbers.randrange(64) for _ in done),
+
+    def place(least: int) -> tuple[int, int]:
+        return least + numbers.randrange(1000), numbers.randrange(64)
+
+    before = moved(begin, step=10**5, frontiers={lane: place(rows) for lane in begin.frontiers})
+    after = moved(
+        before, step=10**5 + 1000, frontiers={lane: place(at + 500) for lane, (at, _) in before.frontiers.items()}
     )
     return before, after
 
 
-def held_by(state: FlowState) -> list[HeldLanes]:
-    """The lanes of each rank: lane l is of rank l mod W."""
-    world_size = state.segment.world_size
-    return [
-        HeldLanes(ranks=ranks_of([rank]), done=state.done[rank::world_size], offsets=state.offsets[rank::world_size])
-        for rank in range(world_size)
-    ]
-
-
-def pending_of(before: FlowState, after: FlowState, rank: int) -> tuple[PendingRecord, ...]:
+def pending_of(before: State, after: State, rank: int) -> tuple[PendingRecord, ...]:
     """What the journal of a rank has pending at the second save."""
     begin, end = part_of(before, rank).to_plain(), part_of(after, rank).to_plain()
     record = ReaderRecord(state=end, stretches=(Stretch(begin=begin, end=end, consumed={}),))
     return (PendingRecord(first=1, step=2, record=record),)
 
 
-def by_records(before: FlowState, after: FlowState) -> Cost:
+def by_records(before: State, after: State) -> Cost:
     """The committer reads the places out of the records of all ranks."""
-    own = pending_of(before, after, 0)
-    ((first, step, shared, _),) = unpack(reports_of({"reader": own})["reader"], what="a report")
-    held = zip(held_by(before), held_by(after), strict=True)
-    reports = [{"reader": bytes(pack([[first, step, shared, chain_to_plain([a, b, b])]]))} for a, b in held]
-    assert reports[0] == reports_of({"reader": own})
+    every = [pending_of(before, after, rank) for rank in range(before.segment.world_size)]
+    own, reports = every[0], [reports_of({"reader": one}) for one in every]
     (whole,), root_s = timed(lambda: of_all_ranks("reader", own, reports))
     assert whole.record.state == after.to_plain()
     size = sum(len(one["reader"]) for one in reports)
     return cost_of(before, after, "records", messages=0, depth=1, total_bytes=size, root_bytes=size, root_s=root_s)
 
 
-def by_tree(before: FlowState, after: FlowState) -> Cost:
-    """Ranks send to nodes, and so on to the top; each message has what has moved since the last save."""
-    bases, news, size = held_by(before), held_by(after), RANKS
-    messages = depth = total_bytes = root_bytes = 0
-    root_s = 0.0
-    while len(news) > 1:
-        sent = [bytes(pack(to_message(new, base))) for new, base in zip(news, bases, strict=True)]
-        depth, messages, total_bytes = depth + 1, messages + len(sent), total_bytes + sum(map(len, sent))
-        news, root_bytes = [], sum(map(len, sent))
-        for data, old in zip(groups(sent, size), groups(bases, size), strict=True):
-            merged, root_s = timed(partial(received, after, data, old))
-            news.append(merged)
-        bases, size = [lanes_of_all(before, old) for old in groups(bases, size)], FAN_IN
-    assert news == [HeldLanes(ranks=after.ranks, done=after.done, offsets=after.offsets)]
-    way = f"tree of {FAN_IN}"
-    return cost_of(
-        before,
-        after,
-        way,
-        messages=messages,
-        depth=depth,
-        total_bytes=total_bytes,
-        root_bytes=root_bytes,
-        root_s=root_s,
-    )
-
-
-def groups(every: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
-    """The children of each parent."""
-    return (every[at : at + size] for at in range(0, len(every), size))
-
-
-def received(cut: FlowState, data: Sequence[bytes], bases: Sequence[HeldLanes]) -> HeldLanes:
-    """What a parent has of the messages of its children."""
-    pairs = zip(data, bases, strict=True)
-    return lanes_of_all(cut, [from_message(unpack(one, what="a message"), base) for one, base in pairs])
-
-
-def lanes_of_all(cut: FlowState, held: Sequence[HeldLanes]) -> HeldLanes:
-    """The lanes of several parts as one."""
-    found = joined(cut, ((one.ranks, one.done, one.offsets) for one in held))
-    return HeldLanes(ranks=found.ranks, done=found.done, offsets=found.offsets)
-
-
-def in_lockstep(flow: FlowState) -> Cost:
+def in_lockstep(flow: State) -> Cost:
     """A digest of the state of each rank crosses with the other facts of the save."""
     fact = {"digest of state of reader 'reader'": "0" * 32}
     lanes, batch_size, world_size = flow.segment.topology
-    begin = start(flow.identity, epoch=0, num_lanes=lanes, batch_size=batch_size, world_size=world_size)
+    begin = start(
+        replace(flow.identity, maker=None), epoch=0, num_lanes=lanes, batch_size=batch_size, world_size=world_size
+    )
     data = [facts_to_bytes({**fact, "optimizer step": "100000"})] * world_size
     size = sum(map(len, data)) - len(facts_to_bytes({"optimizer step": "100000"})) * len(data)
 
@@ -193,7 +134,7 @@ def in_lockstep(flow: FlowState) -> Cost:
     return cost_of(before, after, "lockstep", messages=0, depth=1, total_bytes=size, root_bytes=size, root_s=root_s)
 
 
-def cost_of(before: FlowState | ReaderState, after: FlowState | ReaderState, way: str, **found: Any) -> Cost:
+def cost_of(before: State, after: State, way: str, **found: Any) -> Cost:
     ranks, begin, end = after.segment.world_size, before.to_plain(), after.to_plain()
     stretch = Stretch(begin=begin, end=end, consumed=consumption(before, after))
     record = to_plain(ReaderRecord(state=end, stretches=(stretch,)))
@@ -204,7 +145,7 @@ def cost_of(before: FlowState | ReaderState, after: FlowState | ReaderState, way
 # --- a state
 
 
-def positions_of(identity: Identity, topologies: int) -> ReaderState:
+def positions_of(identity: Identity, topologies: int) -> State:
     """The state in the middle of an epoch, after so many topologies."""
     topology = {"num_lanes": LANES, "batch_size": 64, "world_size": LANES}
     state = start(identity, epoch=3, **topology)
@@ -214,19 +155,19 @@ def positions_of(identity: Identity, topologies: int) -> ReaderState:
     return state
 
 
-def flow_of(identity: Identity, cuts: int) -> FlowState:
+def flow_of(identity: Identity, cuts: int) -> State:
     """The state of a flow in the middle of an epoch, after so many re-cuts for another number of workers."""
     numbers, lanes = random.Random(cuts), LANES
-    state = flow_start(identity, _TOKENIZER, epoch=3, num_lanes=lanes, batch_size=64, world_size=lanes)
+    state = start(replace(identity, maker=_TOKENIZER), epoch=3, num_lanes=lanes, batch_size=64, world_size=lanes)
     for number in range(1, cuts + 2):
         every = {
             lane: (done + 10**6 + numbers.randrange(10**5), numbers.randrange(1, 64))
-            for lane, (done, _) in frontiers_of(state).items()
+            for lane, (done, _) in state.frontiers.items()
         }
         state = moved(state, step=state.step + 50_000, frontiers=every)
         lanes = LANES - 32 * (number % 2)
         if number <= cuts:
-            state = replan_flow(state, num_lanes=lanes, batch_size=64, world_size=lanes)
+            state = replan(state, num_lanes=lanes, batch_size=64, world_size=lanes)
     return state
 
 
@@ -252,7 +193,7 @@ def weights_of(names: Sequence[str], change: int) -> tuple[int, ...]:
     return tuple(shares[name] for name in names)
 
 
-def states() -> dict[str, tuple[ReaderState | FlowState | MixedState, int]]:
+def states() -> dict[str, tuple[State | MixedState, int]]:
     """The states of the job on 10 TB, and the most bytes that each may take."""
     packed = identity_of(-(-TOKENS // LENGTH), unit=LENGTH, tokens=TOKENS)
     rows = identity_of(ROWS)
@@ -275,7 +216,7 @@ def states() -> dict[str, tuple[ReaderState | FlowState | MixedState, int]]:
     }
 
 
-def size_of(state: ReaderState | FlowState | MixedState) -> int:
+def size_of(state: State | MixedState) -> int:
     """The bytes of a state in a document, which is compressed as the log is."""
     return len(dumps(state.to_plain(), kind="value", version=(1, 0), compress=True))
 
@@ -288,7 +229,7 @@ def main() -> None:
     costs: list[Cost] = []
     for nodes in options.nodes:
         before, after = states_of(nodes)
-        costs += [by_records(before, after), by_tree(before, after), in_lockstep(after)]
+        costs += [by_records(before, after), in_lockstep(after)]
     sizes = {name: size_of(state) for name, (state, _) in states().items()}
     show(
         f"A save of a job with {RANKS} ranks a node and {WORKERS} workers a rank",

@@ -63,7 +63,7 @@ NEVER_LOADS_TORCH = tuple(
     for name in (
         "agent.link",
         "agent.process",
-        "arena.checksummer",
+        "arena.checksums",
         "arena.contents",
         "arena.folder",
         "bubbles.gate",

@@ -35,7 +35,7 @@ _PUBLIC = {
     "cumulative_lengths": "lakeckpt.data.streams.pack",
     "errors": "lakeckpt.errors",
     "load": "lakeckpt.checkpoint.load",
-    "merge_states": "lakeckpt.core.flows.plan",
+    "merge_states": "lakeckpt.core.merge",
     "mix": "lakeckpt.data.streams.mix",
     "open_table": "lakeckpt.lake.formats.dispatch",
     "pack": "lakeckpt.data.streams.pack",
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from lakeckpt.checkpoint.manager import CheckpointManager
     from lakeckpt.checkpoint.report import SaveHandle
     from lakeckpt.checkpoint.restore.restorer import RestoreReport
-    from lakeckpt.core.flows.plan import merge_states
+    from lakeckpt.core.merge import merge_states
     from lakeckpt.core.receipts import Receipt
     from lakeckpt.core.streams.mixed_batches import MixedReceipt
     from lakeckpt.data.batch import Batch

@@ -20,9 +20,10 @@ from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import SlabRecord, TensorRecord
 from lakeckpt.checkpoint.format.verified_reads import fetch_register
 from lakeckpt.checkpoint.manager import CheckpointManager
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.errors import MissingRanksError, ObjectExists, ObjectMissing
 from lakeckpt.lake.storage.base import ObjectInfo, Storage
@@ -265,13 +266,13 @@ class Reader:
         return state | {"epoch": state["epoch"] + self.lie} if self.lie else state
 
     def load_state_dict(self, state: Any) -> None:
-        self.progress.load(ReaderState.from_plain(state))
+        self.progress.load(State.from_plain(state))
 
     def mark(self, at: Receipt | None = None) -> None:
         self._settle()
         self.progress.runs.mark(at)
 
-    def stretches(self, at: Receipt | None = None) -> list[tuple[ReaderState, ReaderState]]:
+    def stretches(self, at: Receipt | None = None) -> list[tuple[State, State]]:
         self._settle()
         return self.progress.runs.stretches(at)
 

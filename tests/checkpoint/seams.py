@@ -74,8 +74,6 @@ opening.AgentLink = _agent  # type: ignore[assignment,misc]
 class ThreadAgent:
     """An agent that is a thread of its trainer, and ends with it: an `AgentLink` to nowhere."""
 
-    checksummer = None
-
     def __init__(self, begin: Begin) -> None:
         self.rank, self._timeout_s = begin.rank, begin.settings.timeout_s
         self._got: deque[Outcome] = deque()

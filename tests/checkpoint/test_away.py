@@ -89,7 +89,6 @@ class Site:
             identity=identity_of(digest, rank=0, world_size=1),
             plan=slices.digest,
             data_bytes=slices.data_bytes,
-            slice_bytes=slices.slice_bytes,
             documents_bytes=8192,
         )
         with ArenaFolder(self.arenas).create(layout) as arena:

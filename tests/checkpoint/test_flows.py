@@ -17,8 +17,8 @@ from lakeckpt.checkpoint.ledger.consumed_keys import consumed_keys
 from lakeckpt.checkpoint.ledger.explain import explain
 from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.core.flows.plan import begun_of
-from lakeckpt.core.flows.state import FlowState
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import State
 from lakeckpt.errors import ConfigError, TrackingError
 from lakeckpt.lake.table.table import Table
 from tests.checkpoint.flow_readers import FlowReader, Item, items_of
@@ -62,8 +62,8 @@ def attempt(
     return good(run_ranks(world_size, body, waiters=[waiter]))
 
 
-def tip(storage: MemoryStorage) -> FlowState:
-    return FlowState.from_plain(read_history(storage).tip.readers["reader"].state)
+def tip(storage: MemoryStorage) -> State:
+    return State.from_plain(read_history(storage).tip.readers["reader"].state)
 
 
 CHAINS: Sequence[Sequence[Stage]] = [
@@ -82,7 +82,7 @@ def test_every_item_counts_once_on_any_chain_of_topologies_and_the_audit_proves_
     for stage in chain:
         for items in attempt(storage, table, stage, every=every):
             found.update(items)
-        begun += len(begun_of(tip(storage)))
+        begun += len(Plan(tip(storage)).begun)
     assert begun  # some positions were consumed in part
     rows = table.index.num_rows
     assert found == Multiset(item for position in range(rows) for item in items_of(0, position))
@@ -126,7 +126,7 @@ def spoiled(rank: int, **changes: object) -> Spoil:
 
 
 def test_lanes_of_two_ranks_are_refused(table: Table) -> None:
-    for error in refused(table, spoiled(2, ranks=[1, 1], done=[9, 9], offsets=[0, 0])):
+    for error in refused(table, spoiled(2, held=[[1, 1], [9, 9], [0, 0]])):
         assert "of reader 'reader' between the steps 0 and 3: two parts hold the lanes of the ranks" in error
         assert "[1, 2)" in error
 
@@ -187,9 +187,9 @@ def test_a_position_that_goes_on_elsewhere_than_where_it_stopped_is_no_proof(tab
     orders = orders_of(storage, history)
     before, after = history.chain[0], history.chain[1]
     (stretch,) = after.readers["reader"].stretches
-    begin = FlowState.from_plain(stretch.begin)
-    assert any(begin.offsets)
-    wrong = replace(begin, offsets=tuple(max(one - 1, 0) for one in begin.offsets))
+    begin = State.from_plain(stretch.begin)
+    assert any(begin.held.offsets)
+    wrong = replace(begin, held=replace(begin.held, offsets=tuple(max(one - 1, 0) for one in begin.held.offsets)))
     record = replace(after.readers["reader"], stretches=(replace(stretch, begin=wrong.to_plain()),))
     chain = (before, replace(after, readers={"reader": record}), *history.chain[2:])
     report = audit_history(replace(history, chain=chain), orders)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import lakeckpt
 from lakeckpt import Keep
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
-from lakeckpt.core.plan import consumed
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.consumption import consumed
+from lakeckpt.core.state import State
 from lakeckpt.errors import (
     CheckpointDamaged,
     CheckpointMismatch,
@@ -482,7 +482,7 @@ def test_what_some_ranks_saved_as_many_as_you_like_load(saving: int, loading: in
         reader = Reader(rank=number, world_size=loading)
         info = lakeckpt.load(storage, objects | {"reader": reader}, exchange=exchange)
         assert same(objects["model"], told[2])
-        assert consumed(ReaderState.from_plain(reader.state_dict()))[0].size == 3 * saving * 10
+        assert consumed(State.from_plain(reader.state_dict()))[0].size == 3 * saving * 10
         return info.step
 
     assert good(run_ranks(loading, rank)) == [3] * loading

@@ -16,8 +16,8 @@ from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.report import AuditReport
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.core.flows.plan import begun_of
-from lakeckpt.core.flows.state import FlowState
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import State
 from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks, training
 from tests.checkpoint.scripts import write_table
 from tests.data.flow_jobs import Item, items, job_store, loader_of, whole
@@ -96,9 +96,9 @@ def test_every_yielded_row_counts_once_on_any_chain_of_topologies(
     for world_size, steps in chain:
         for got in attempt(storage, lake, world_size, steps, every=every, epochs=2):
             found.update(got)
-        state = FlowState.from_plain(read_history(storage).tip.readers["reader"].state)
+        state = State.from_plain(read_history(storage).tip.readers["reader"].state)
         assert state.is_whole and state.segment.world_size == world_size
-        assert begun_of(state) or steps is None
+        assert Plan(state).begun or steps is None
         proved(storage)
     assert found == Multiset((epoch, item) for epoch in range(2) for item in whole(ROWS))
     report = proved(storage)

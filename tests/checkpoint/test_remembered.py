@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lakeckpt import CheckpointManager
-from lakeckpt.checkpoint.agent.generations import digest_of_run
+from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run
 from lakeckpt.checkpoint.agent.leftovers import kept_in
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.format.manifest import Captured, entry_from_bytes, entry_to_bytes
@@ -26,6 +26,7 @@ from lakeckpt.checkpoint.persist.log import read_log
 from lakeckpt.checkpoint.restore.from_memory import Offer, Remembered, where_it_goes_on
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, DamageWarning
 from lakeckpt.lake.storage.local import LocalStorage
+from tests.checkpoint.agent.rig import take_checksums
 from tests.checkpoint.rig import (
     Counter,
     EventWaiter,
@@ -208,7 +209,9 @@ def test_the_cut_that_was_committed_is_taken_from_memory_too(tmp_path: Path) -> 
 
 
 def flip(arenas: Path, text: bytes) -> None:
-    """Flip a bit in the first place where ``text`` lies, in each arena that holds it, of one or more."""
+    """Flip a bit in the first place where ``text`` lies, in each arena that holds it, of one or more. Agents have taken
+    the checksums before."""
+    take_checksums(arenas)
     wholes = {path: path.read_bytes() for path in arenas.glob("*.arena")}
     holding = {path: whole.index(text) for path, whole in wholes.items() if text in whole}
     assert holding
@@ -256,6 +259,7 @@ def test_memory_that_is_damaged_as_it_is_copied_is_no_fresh_start_where_nothing_
     dead = managed(storage, objects, tmp_path)
     dead.restore()
     train(dead, objects, 2)
+    take_checksums(tmp_path)
     weight = weight_bytes(objects)
 
     class Damages(Counter):
@@ -268,6 +272,23 @@ def test_memory_that_is_damaged_as_it_is_copied_is_no_fresh_start_where_nothing_
     with pytest.warns(DamageWarning), pytest.raises(CheckpointDamaged, match="no checkpoint was committed") as caught:
         managed(storage, damaging, tmp_path).restore()
     assert "hold a mixture" in caught.value.__notes__[0] and damaging["n"].value == 0
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_a_cut_that_no_agent_has_hashed_is_restored_and_the_report_says_that_it_was_not_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hashed: bool
+) -> None:
+    """The trainer died right behind its capture, or its agent was killed before it."""
+    monkeypatch.setattr(Generations, "look_over", lambda *_: None)
+    storage = MemoryStorage()
+    _, (_, _, last) = killed_at_5(storage, tmp_path)
+    if hashed:
+        take_checksums(tmp_path)
+    with caplog.at_level("INFO", "lakeckpt"):
+        saver, step, objects = again(storage, tmp_path)
+    assert step == 5 and said(objects) == last and saver.restore_report is not None
+    assert saver.restore_report.checked == hashed
+    assert ("step 5 in memory was not checked" in caplog.text) != hashed
 
 
 def test_a_checkpoint_whose_data_are_damaged_is_not_needed_where_memory_goes_on_from_it(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from lakeckpt.core.flows.batches import LaneBatches, PositionItems
-from lakeckpt.core.flows.plan import FlowPlan, Frontier, frontiers_of, merge, merge_states, moved, part_of
-from lakeckpt.core.flows.state import FlowState
+from lakeckpt.core.changes import moved, part_of
+from lakeckpt.core.merge import merge, merge_states
+from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Span
+from lakeckpt.core.state import Frontier, State
+from lakeckpt.core.streams.lane_batches import LaneBatches, PositionItems
 
 Item = tuple[int, int, int]
 """(epoch, position, number of the item)."""
@@ -21,9 +23,9 @@ def items_of(span: Span, counts: Counts) -> list[Item]:
     return [(span.epoch, span.start, number) for number in range(counts(span.epoch, span.start))]
 
 
-def positions_of(plan: FlowPlan, lane: int, done: int, counts: Counts) -> Iterator[PositionItems]:
+def positions_of(plan: Plan, lane: int, done: int, counts: Counts) -> Iterator[PositionItems]:
     while plan.sizes is None or done < plan.sizes[lane]:
-        (span,) = plan.spans(lane, done, done + 1)
+        (span,) = plan.lane_spans(lane, done, done + 1)
         yield PositionItems(items=items_of(span, counts), skip=plan.skips([span]).get(span, 0))
         done += 1
 
@@ -32,21 +34,21 @@ def positions_of(plan: FlowPlan, lane: int, done: int, counts: Counts) -> Iterat
 class Rank:
     """One rank: its part of the state, and its lanes."""
 
-    state: FlowState
+    state: State
     rank: int
     counts: Counts
     lanes: dict[int, LaneBatches] = field(init=False)
 
     def __post_init__(self) -> None:
         self.state = part_of(self.state, self.rank)
-        self.plan = FlowPlan(self.state)
+        self.plan = Plan(self.state)
         self.lanes = {
             lane: LaneBatches(
                 positions_of(self.plan, lane, begin[0], self.counts),
                 begin=begin,
                 batch_size=self.state.segment.batch_size,
             )
-            for lane, begin in self.plan.open_lanes(self.rank, frontiers_of(self.state)).items()
+            for lane, begin in self.plan.open_lanes(self.rank).items()
         }
 
     @property
@@ -70,7 +72,7 @@ class Rank:
 class Job:
     """All ranks of a job, in lockstep, from a state of the whole job on."""
 
-    def __init__(self, state: FlowState, counts: Counts) -> None:
+    def __init__(self, state: State, counts: Counts) -> None:
         self.ranks = [Rank(state, rank, counts) for rank in range(state.segment.world_size)]
 
     @property
@@ -82,10 +84,10 @@ class Job:
         return [rank.step() for rank in self.ranks]
 
     @property
-    def state(self) -> FlowState:
+    def state(self) -> State:
         """Joined in another order, and by way of JSON."""
         parts = [rank.state for rank in reversed(self.ranks)]
-        found = FlowState.from_plain(json.loads(json.dumps(merge_states([part.to_plain() for part in parts]))))
+        found = State.from_plain(json.loads(json.dumps(merge_states([part.to_plain() for part in parts]))))
         half = len(parts) // 2
         assert not half or merge([merge(parts[half:]), merge(parts[:half])]) == found, "by way of a tree"
         return found

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from lakeckpt.core.changes import replan, start
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.order import OrderSpec
-from lakeckpt.core.plan import Plan, replan, start
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import State
 
 DIGEST = "0123456789abcdef" * 4
 
@@ -39,7 +41,7 @@ topologies = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 9))
 
 
 @st.composite
-def reached_states(draw: st.DrawFn, *, most_rows: int = 400) -> ReaderState:
+def reached_states(draw: st.DrawFn, *, most_rows: int = 400) -> State:
     """A state that some job reached, over any number of changes of its topology."""
     endless = draw(st.booleans())
     tail = "short" if endless else draw(st.sampled_from(["short", "drop"]))
@@ -61,7 +63,7 @@ def reached_states(draw: st.DrawFn, *, most_rows: int = 400) -> ReaderState:
     return _advanced(draw, state)
 
 
-def _advanced(draw: st.DrawFn, state: ReaderState) -> ReaderState:
+def _advanced(draw: st.DrawFn, state: State) -> State:
     steps = Plan(state).steps
     step = state.step + draw(st.integers(0, 9))
     return replace(state, step=max(state.step, step if steps is None else min(step, steps)))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import EpochDeal, Left, Rest, Tail, micro_batches, rows_before, turns
 from lakeckpt.core.receipts import Span
-from lakeckpt.core.stream import StreamDeal
+from lakeckpt.core.streams.stream import StreamDeal
 
 Row = tuple[int, int]
 

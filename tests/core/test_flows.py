@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,23 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakeckpt.core.flows.batches import LaneBatches, PositionItems
-from lakeckpt.core.flows.plan import (
-    FlowPlan,
-    begun_of,
-    flow_consumption,
-    flow_start,
-    merge,
-    merge_states,
-    moved,
-    part_of,
-    read_state,
-    replan_flow,
-    rest_of,
-)
-from lakeckpt.core.flows.state import Begun, FlowState, Maker
+from lakeckpt.core.changes import check_place, moved, part_of, replan, start
+from lakeckpt.core.consumption import consumption
+from lakeckpt.core.identity import Maker
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import start
+from lakeckpt.core.merge import merge, merge_states
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import Begun, State
+from lakeckpt.core.streams.lane_batches import LaneBatches, PositionItems
 from lakeckpt.errors import StateError, StateMismatch
 from lakeckpt.wire.envelope import dumps
 from tests.core.flow_runs import Counts, Item, Job
@@ -40,19 +32,17 @@ legs = st.lists(st.tuples(topologies, st.integers(0, 12), st.integers(0, 3)), mi
 counts_of = st.lists(st.sampled_from([0, 0, 1, 1, 2, 3, 17]), min_size=1, max_size=40)
 
 
-def begin(rows: int, *, endless: bool = False, lanes: int = 1, batch_size: int = 1, world_size: int = 1) -> FlowState:
-    identity = identity_of(rows, endless=endless)
-    return flow_start(
-        identity, Maker(name="cut"), epoch=0, num_lanes=lanes, batch_size=batch_size, world_size=world_size
-    )
+def begin(rows: int, *, endless: bool = False, lanes: int = 1, batch_size: int = 1, world_size: int = 1) -> State:
+    identity = replace(identity_of(rows, endless=endless), maker=Maker(name="cut"))
+    return start(identity, epoch=0, num_lanes=lanes, batch_size=batch_size, world_size=world_size)
 
 
-def planned(state: FlowState, topology: tuple[int, int, int]) -> FlowState:
+def planned(state: State, topology: tuple[int, int, int]) -> State:
     world_size, lanes, batch_size = topology
-    return replan_flow(state, num_lanes=world_size * lanes, batch_size=batch_size, world_size=world_size)
+    return replan(state, num_lanes=world_size * lanes, batch_size=batch_size, world_size=world_size)
 
 
-def advance(state: FlowState, counts: Counts, steps: int, lost: int) -> tuple[FlowState, list[Item]]:
+def advance(state: State, counts: Counts, steps: int, lost: int) -> tuple[State, list[Item]]:
     """The state after some steps, and the items that they consumed; a crash loses what was read after them."""
     job, items = Job(state, counts), []
     while steps and not job.is_through:
@@ -64,9 +54,9 @@ def advance(state: FlowState, counts: Counts, steps: int, lost: int) -> tuple[Fl
     return reached, items
 
 
-def consumed_by(state: FlowState, counts: Counts, epochs: int) -> list[Item]:
+def consumed_by(state: State, counts: Counts, epochs: int) -> list[Item]:
     """The items that ``state`` claims as consumed, from what it says is left."""
-    rest, begun = rest_of(state), {(one.epoch, one.position): one.offset for one in begun_of(state)}
+    rest, begun = Plan(state).left, {(one.epoch, one.position): one.offset for one in Plan(state).begun}
     found = []
     for epoch in range(epochs):
         rows = state.identity.rows_of(epoch)
@@ -83,7 +73,7 @@ def test_an_epoch_keeps_its_lanes_once_a_position_of_it_has_begun() -> None:
     assert again.base is not None and again.base.next_epoch == 1
     (left,) = again.base.begun
     assert (left.num_lanes, left.positions) == (2, Intervals.whole(6))
-    assert FlowPlan(again).layout(0).num_lanes == 2 and FlowPlan(again).layout(1).num_lanes == 3
+    assert Plan(again).layout(0).num_lanes == 2 and Plan(again).layout(1).num_lanes == 3
     assert again.begun == (Begun(epoch=0, position=0, offset=1),)
 
 
@@ -100,9 +90,8 @@ def test_each_item_of_an_epoch_is_consumed_once_on_any_chain(numbers: list[int],
         before = state
         state, more = advance(state, counts, steps, lost)
         items += more
-        used = flow_consumption(before, state)
-        finished.append(used.finished.get(0, Intervals.empty()))
-        assert used.begun == begun_of(state)
+        used = consumption(before, state)
+        finished.append(used.get(0, Intervals.empty()))
         assert sorted(items) == consumed_by(state, counts, 1)
     assert sorted(items) == [(0, at, number) for at, count in enumerate(numbers) for number in range(count)]
     if any(numbers):  # else there is no micro-batch that could say that positions without items were read
@@ -121,8 +110,8 @@ def test_each_item_of_an_endless_stream_is_consumed_once_on_any_chain(numbers: l
         before = state = planned(state, topology)
         state, more = advance(state, counts, steps, lost)
         items += more
-        flow_consumption(before, state)
-    epochs = max([rest_of(state).next_epoch, *(epoch + 1 for epoch, _, _ in items)])
+        consumption(before, state)
+    epochs = max([Plan(state).left.next_epoch, *(epoch + 1 for epoch, _, _ in items)])
     assert sorted(items) == consumed_by(state, counts, epochs)
 
 
@@ -138,7 +127,7 @@ def test_micro_batches_of_lanes_are_the_same_for_every_number_of_ranks_that_divi
         found: dict[int, list[list[Item]]] = {}
         state = begin(len(numbers), lanes=4 * each, batch_size=batch_size, world_size=worlds[0])
         for number, world_size in enumerate(worlds):
-            state = replan_flow(state, num_lanes=4 * each, batch_size=batch_size, world_size=world_size)
+            state = replan(state, num_lanes=4 * each, batch_size=batch_size, world_size=world_size)
             job = Job(state, counts)
             while not job.is_through and (number or job.ranks[0].state.step < switch):
                 for lane, items in job.step():
@@ -172,11 +161,11 @@ def test_a_position_that_yields_fewer_items_than_before_is_refused() -> None:
 def test_a_begun_position_goes_on_in_the_lane_that_it_falls_to() -> None:
     state = begin(8, lanes=2)
     state = moved(state, step=4, frontiers={0: (1, 3), 1: (2, 1)})
-    assert begun_of(state) == (Begun(epoch=0, position=1, offset=3), Begun(epoch=0, position=6, offset=1))
-    cut = replan_flow(state, num_lanes=3, batch_size=1, world_size=1)
-    assert cut.begun == begun_of(state) == begun_of(cut) and rest_of(cut) == rest_of(state)
-    plan = FlowPlan(cut)
-    spans = [plan.spans(lane, 0, plan.sizes[lane]) for lane in range(3)]  # type: ignore[index]
+    assert Plan(state).begun == (Begun(epoch=0, position=1, offset=3), Begun(epoch=0, position=6, offset=1))
+    cut = replan(state, num_lanes=3, batch_size=1, world_size=1)
+    assert cut.begun == Plan(state).begun == Plan(cut).begun and Plan(cut).left == Plan(state).left
+    plan = Plan(cut)
+    spans = [plan.lane_spans(lane, 0, plan.sizes[lane]) for lane in range(3)]  # type: ignore[index]
     assert [[(one.start, one.stop) for one in each] for each in spans] == [[(1, 3)], [(3, 4), (6, 7)], [(7, 8)]]
     assert [list(plan.skips(each).values()) for each in spans] == [[3], [1], []]
 
@@ -193,20 +182,23 @@ def test_parts_that_do_not_join_are_refused_by_name() -> None:
         merge([])
     for other, named in [
         (replace(part_of(whole, 1), step=3), "step: 0 and 3"),
-        (replace(part_of(whole, 1), maker=Maker(name="other")), "maker: .*cut.* and .*other"),
+        (
+            replace(part_of(whole, 1), orders=(replace(whole.identity, maker=Maker(name="other")),)),
+            "maker: .*cut.* and .*other",
+        ),
         (part_of(begin(41, lanes=4, batch_size=2, world_size=4), 1), "rows: 40 and 41"),
-        (part_of(begin(40, lanes=4, batch_size=3, world_size=4), 1), "segment: .*batch_size=2.*batch_size=3"),
+        (part_of(begin(40, lanes=4, batch_size=3, world_size=4), 1), "segments: .*batch_size=2.*batch_size=3"),
     ]:
         with pytest.raises(StateMismatch, match=named):
             merge_states([parts[0], other.to_plain(), *parts[2:]])
     with pytest.raises(StateError, match="another topology needs the state of the whole job"):
-        replan_flow(part_of(whole, 0), num_lanes=2, batch_size=2, world_size=2)
+        replan(part_of(whole, 0), num_lanes=2, batch_size=2, world_size=2)
 
 
 def test_equal_states_of_ranks_in_lockstep_are_one() -> None:
     state = start(identity_of(9), epoch=0, num_lanes=2, batch_size=2, world_size=2)
     assert merge_states([state.to_plain()] * 2) == state.to_plain()
-    assert read_state(state.to_plain()) == state
+    assert State.from_plain(state.to_plain()) == state
     flow = begin(9, lanes=2, world_size=2)
     assert merge_states([flow.to_plain()] * 2) == flow.to_plain()
     with pytest.raises(StateMismatch, match="0 of 2 are parts"):
@@ -218,39 +210,47 @@ def test_equal_states_of_ranks_in_lockstep_are_one() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
-        ("done", [0, 0, 0], "2 of 4 ranks have 2 of 4 lanes, and there are 3 counts"),
-        ("done", [11, 0], "lie behind lanes"),
-        ("offsets", [-1, 0], "at least 0"),
-        ("ranks", [0, 5], "of 4 ranks"),
+        ("held", [[0, 1, 1, 1], [0, 0, 0], [0, 0]], "have 3 counts of positions and 2 offsets"),
+        ("held", [[0, 1, 1, 1], [0, 0, 0], [0, 0, 0]], "2 of 4 ranks have 2 of 4 lanes, and there are 3 counts"),
+        ("held", [[0, 1, 1, 1], [0, 0], [-1, 0]], "at least 0"),
+        ("held", [[0, 5], [0, 0, 0, 0, 0], [0, 0, 0, 0, 0]], "of 4 ranks"),
+        ("held", None, "holds frontiers if a maker yields any number"),
         ("step", -1, "at least 0"),
-        ("begun", [[0, 3, 1]], "has no position that has begun"),
-        ("maker", 3, "of type list"),
+        ("begun", [[0, 3, 1]], "not among those that were left"),
     ],
 )
 def test_malformed_states_are_refused_by_name(field: str, value: Any, named: str) -> None:
     whole = begin(40, lanes=4, world_size=4)
     plain = merge([part_of(whole, 0), part_of(whole, 2)]).to_plain() | {field: value}
     with pytest.raises(StateError, match=named):
-        FlowState.from_plain(plain)
+        State.from_plain(plain)
+
+
+def test_a_frontier_behind_the_end_of_its_lane_is_refused_by_the_lane() -> None:
+    state = begin(40, lanes=4, world_size=4)
+    for frontier in [(11, 0), (10, 1)]:
+        behind = moved(state, step=1, frontiers={2: frontier})
+        with pytest.raises(StateError, match=rf"lane 2 stands at {re.escape(str(frontier))}, and it has 10 positions"):
+            check_place(behind)
 
 
 def test_a_position_that_has_begun_must_be_left() -> None:
-    cut = replan_flow(moved(begin(8), step=1, frontiers={0: (2, 1)}), num_lanes=2, batch_size=1, world_size=1)
-    assert FlowState.from_plain(cut.to_plain()) == cut and cut.to_plain()["begun"] == [[0, 2, 1]]
+    cut = replan(moved(begin(8), step=1, frontiers={0: (2, 1)}), num_lanes=2, batch_size=1, world_size=1)
+    assert State.from_plain(cut.to_plain()) == cut and cut.to_plain()["begun"] == [[0, 2, 1]]
     with pytest.raises(StateError, match="not among those that were left"):
-        FlowState.from_plain(cut.to_plain() | {"begun": [[0, 1, 1]]})
+        State.from_plain(cut.to_plain() | {"begun": [[0, 1, 1]]})
 
 
 def test_states_that_go_back_are_refused() -> None:
     early = moved(begin(8), step=1, frontiers={0: (2, 1)})
     late = moved(begin(8), step=2, frontiers={0: (2, 3)})
-    assert flow_consumption(early, late).finished == {}
+    assert consumption(early, late) == {}
     with pytest.raises(StateMismatch, match="items of a position had been consumed and are left again"):
-        flow_consumption(late, early)
+        consumption(late, early)
     with pytest.raises(StateMismatch, match=r"positions Intervals\(\[1, 2\)\) had been consumed"):
-        flow_consumption(early, moved(begin(8), step=2, frontiers={0: (1, 0)}))
+        consumption(early, moved(begin(8), step=2, frontiers={0: (1, 0)}))
     with pytest.raises(StateMismatch, match="rows: 8 became 9"):
-        flow_consumption(early, begin(9))
+        consumption(early, begin(9))
 
 
 def test_a_lane_takes_about_sixteen_bytes_of_a_state() -> None:

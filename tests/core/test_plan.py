@@ -11,21 +11,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lakeckpt.core.changes import MAX_SEGMENTS, check_place, fit_lanes, replan, start
+from lakeckpt.core.consumption import between, consumed, consumption
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import OrderSpec
-from lakeckpt.core.plan import (
-    MAX_SEGMENTS,
-    Plan,
-    between,
-    check_place,
-    consumed,
-    consumption,
-    fit_lanes,
-    replan,
-    start,
-)
+from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.errors import StateError, StateMismatch
 from tests.core.states import reached_states
 
@@ -40,7 +33,7 @@ def rows_of(receipt: Receipt) -> list[tuple[int, int]]:
     return [(span.epoch, position) for span in receipt.spans for position in range(span.start, span.stop)]
 
 
-def deal_out(state: ReaderState, steps: int | None = None) -> tuple[list[list[Receipt]], ReaderState]:
+def deal_out(state: State, steps: int | None = None) -> tuple[list[list[Receipt]], State]:
     """Take ``steps`` steps (None: all that are left) of every rank; return the receipts of each and the state after."""
     plan = Plan(state)
     stop = plan.steps if steps is None else state.step + steps
@@ -48,8 +41,8 @@ def deal_out(state: ReaderState, steps: int | None = None) -> tuple[list[list[Re
         stop = min(stop, plan.steps)
     world = range(state.segment.world_size)
     taken = [[plan.assignment(step, rank).receipt for rank in world] for step in range(state.step, stop)]
-    after = ReaderState(
-        identity=state.identity, epoch=state.epoch, segments=state.segments, step=max(stop, state.step), base=state.base
+    after = State(
+        orders=state.orders, epoch=state.epoch, segments=state.segments, step=max(stop, state.step), bases=state.bases
     )
     return taken, after
 
@@ -125,7 +118,7 @@ TOPOLOGIES = st.tuples(st.integers(1, 5), st.integers(0, 3), st.integers(1, 9), 
 def test_any_chain_of_topologies_consumes_every_row_once(
     rows: int, tail: str, chain: list[tuple[tuple[int, int, int, int | None], int]]
 ) -> None:
-    state: ReaderState | None = None
+    state: State | None = None
     counts: Counter[tuple[int, int]] = Counter()
     recorded = Intervals.empty()
     for (world_size, workers, batch_size, lanes), steps in [*chain, ((3, 1, 4, None), 10**6)]:
@@ -135,7 +128,7 @@ def test_any_chain_of_topologies_consumes_every_row_once(
             state = start(
                 identity_of(rows, tail), epoch=0, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size
             )
-        state = ReaderState.from_plain(json.loads(json.dumps(state.to_plain())))
+        state = State.from_plain(json.loads(json.dumps(state.to_plain())))
         state = replan(state, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
         taken, after = deal_out(state, steps)
         counts.update(row for step in taken for receipt in step for row in rows_of(receipt))
@@ -160,14 +153,14 @@ def test_any_chain_of_topologies_consumes_every_row_once(
 def test_an_endless_stream_consumes_every_row_once_an_epoch_across_borders_and_topologies(
     rows: int, chain: list[tuple[tuple[int, int, int, int | None], int]]
 ) -> None:
-    state: ReaderState | None = None
+    state: State | None = None
     counts: Counter[tuple[int, int]] = Counter()
     for (world_size, workers, batch_size, lanes), steps in chain:
         num_lanes = fit_lanes(lanes, None if state is None else state.segment.num_lanes, world_size, workers)
         if state is None:
             identity = identity_of(rows, endless=True)
             state = start(identity, epoch=0, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
-        state = ReaderState.from_plain(json.loads(json.dumps(state.to_plain())))
+        state = State.from_plain(json.loads(json.dumps(state.to_plain())))
         state = replan(state, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
         taken, after = deal_out(state, steps)
         assert all(receipt.rows == batch_size for step in taken for receipt in step)
@@ -267,7 +260,7 @@ def test_a_state_of_one_epoch_resumed_on_the_same_topology_gains_no_segment() ->
 
 
 @given(reached_states())
-def test_a_state_behind_the_end_of_its_epoch_is_refused(state: ReaderState) -> None:
+def test_a_state_behind_the_end_of_its_epoch_is_refused(state: State) -> None:
     check_place(state)
     steps = Plan(state).steps
     if steps is not None:

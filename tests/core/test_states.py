@@ -11,23 +11,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lakeckpt.core.changes import rebase, replan, start
+from lakeckpt.core.consumption import consumed, consumption
+from lakeckpt.core.identity import MAX_ROWS
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Left, Rest
 from lakeckpt.core.order import OrderSpec
-from lakeckpt.core.plan import Plan, consumed, consumption, rebase, replan, start
+from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt, Span
-from lakeckpt.core.state import MAX_LANES, MAX_ROWS, ReaderState, Segment
+from lakeckpt.core.state import MAX_LANES, Segment, State
 from lakeckpt.errors import StateError
 from tests.core.states import identity_of, reached_states
 
 
 @given(reached_states())
-def test_states_come_back_from_json_as_they_were(state: ReaderState) -> None:
+def test_states_come_back_from_json_as_they_were(state: State) -> None:
     plain = state.to_plain()
     back = json.loads(json.dumps(plain, allow_nan=False))
     assert back == plain
-    assert ReaderState.from_plain(back) == state
-    assert hash(ReaderState.from_plain(back)) == hash(state)
+    assert State.from_plain(back) == state
+    assert hash(State.from_plain(back)) == hash(state)
 
 
 ODD: list[Any] = [
@@ -64,7 +67,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @settings(max_examples=300)
 @given(reached_states(most_rows=60), st.data())
-def test_a_mutated_state_is_refused_as_invalid_or_is_another_state(state: ReaderState, data: st.DataObject) -> None:
+def test_a_mutated_state_is_refused_as_invalid_or_is_another_state(state: State, data: st.DataObject) -> None:
     plain = copy.deepcopy(json.loads(json.dumps(state.to_plain())))
     for _ in range(data.draw(st.integers(1, 2))):
         at = data.draw(st.sampled_from(places(plain)))
@@ -80,16 +83,16 @@ def test_a_mutated_state_is_refused_as_invalid_or_is_another_state(state: Reader
         else:
             del target[at[-1]]
     try:
-        found = ReaderState.from_plain(plain)
+        found = State.from_plain(plain)
     except StateError:
         return
     again = found.to_plain()
-    assert ReaderState.from_plain(json.loads(json.dumps(again))) == found
+    assert State.from_plain(json.loads(json.dumps(again))) == found
     assert again == {**plain, **again}
     usable(found)
 
 
-def usable(state: ReaderState) -> None:
+def usable(state: State) -> None:
     """Whatever was accepted can be planned, taken from and re-cut, without any surprise."""
     plan = Plan(state)
     for rank in {0, state.segment.world_size - 1}:
@@ -102,7 +105,7 @@ def usable(state: ReaderState) -> None:
 @pytest.mark.parametrize("value", ODD)
 def test_what_is_no_state_at_all_is_refused(value: Any) -> None:
     with pytest.raises(StateError):
-        ReaderState.from_plain(value)
+        State.from_plain(value)
 
 
 FIRST = Segment(micro_batch=0, step=0, num_lanes=4, batch_size=8, world_size=2)
@@ -110,35 +113,35 @@ LATER = Segment(micro_batch=6, step=3, num_lanes=4, batch_size=8, world_size=4)
 LEFT = Left(epoch=2, positions=Intervals.of([(0, 9)]), num_lanes=4, rotation=0)
 
 
-def state_of(**changes: Any) -> ReaderState:
-    made = {"identity": identity_of(100), "epoch": 2, "segments": (FIRST, LATER), "step": 3, **changes}
-    return ReaderState(**made)
+def state_of(**changes: Any) -> State:
+    made = {"orders": (identity_of(100),), "epoch": 2, "segments": (FIRST, LATER), "step": 3, **changes}
+    return State(**made)
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
         ({"segments": ()}, "at least one segment"),
-        ({"step": 2}, "step 2 is at hand"),
+        ({"step": 2}, "the state is at step 2"),
         ({"segments": (LATER, FIRST)}, "segments begin at"),
         ({"segments": (FIRST, replace(LATER, micro_batch=2), replace(LATER, micro_batch=1))}, "segments begin at"),
         ({"segments": (FIRST, LATER, replace(LATER, step=4, micro_batch=5)), "step": 4}, "segments begin at"),
         ({"segments": (LATER,)}, "begins at step 0"),
         ({"epoch": -1}, "counted from 0, got -1"),
         ({"step": 2**60}, "more than"),
-        ({"identity": identity_of(100, endless=True)}, "counts its epochs itself"),
-        ({"base": Rest(begun=(), next_epoch=3)}, "cannot be the rest of epoch 2"),
-        ({"base": Rest(begun=(LEFT,), next_epoch=4)}, "cannot be the rest of epoch 2"),
-        ({"base": Rest(begun=(replace(LEFT, epoch=1),), next_epoch=3)}, "cannot be the rest of epoch 2"),
+        ({"orders": (identity_of(100, endless=True),)}, "counts its epochs itself"),
+        ({"bases": (Rest(begun=(), next_epoch=3),)}, "cannot be the rest of epoch 2"),
+        ({"bases": (Rest(begun=(LEFT,), next_epoch=4),)}, "cannot be the rest of epoch 2"),
+        ({"bases": (Rest(begun=(replace(LEFT, epoch=1),), next_epoch=3),)}, "cannot be the rest of epoch 2"),
         (
-            {"base": Rest(begun=(replace(LEFT, positions=Intervals.of([(99, 101)])),), next_epoch=3)},
-            "outside of an epoch",
+            {"bases": (Rest(begun=(replace(LEFT, positions=Intervals.of([(99, 101)])),), next_epoch=3),)},
+            "outside of epoch",
         ),
     ],
 )
 def test_states_that_no_job_reaches_are_refused(changes: dict[str, Any], match: str) -> None:
     state_of()
-    state_of(base=Rest(begun=(LEFT,), next_epoch=3))
+    state_of(bases=(Rest(begun=(LEFT,), next_epoch=3),))
     with pytest.raises(ValueError, match=match):
         state_of(**changes)
 
@@ -157,10 +160,10 @@ def test_segments_that_cannot_be_are_refused(changes: dict[str, int], match: str
         replace(FIRST, **changes)
 
 
-def of_identity(**changes: Any) -> ReaderState:
+def of_identity(**changes: Any) -> State:
     plain: dict[str, Any] = state_of().to_plain()
     plain["identity"].update(changes)
-    return ReaderState.from_plain(plain)
+    return State.from_plain(plain)
 
 
 def test_what_the_format_calls_the_version_stays_with_the_state_and_decides_nothing() -> None:
@@ -309,7 +312,7 @@ def test_receipts_that_cannot_be_are_refused() -> None:
 
 
 @given(reached_states(), st.data())
-def test_what_was_consumed_and_what_is_left_are_all_there_is(state: ReaderState, data: st.DataObject) -> None:
+def test_what_was_consumed_and_what_is_left_are_all_there_is(state: State, data: st.DataObject) -> None:
     plan = Plan(state)
     used, rest = consumed(state), plan.rest(state.step)
     for epoch in range(0 if state.identity.endless else state.epoch, rest.next_epoch):
@@ -329,15 +332,13 @@ def test_what_was_consumed_and_what_is_left_are_all_there_is(state: ReaderState,
 
 
 @given(reached_states(), st.sampled_from(["short", "drop"]))
-def test_a_rebased_state_has_consumed_the_same_and_deals_the_rest_by_its_own_ends(
-    state: ReaderState, tail: Any
-) -> None:
+def test_a_rebased_state_has_consumed_the_same_and_deals_the_rest_by_its_own_ends(state: State, tail: Any) -> None:
     identity = replace(state.identity, tail=tail)
     found = rebase(state, identity)
     assert found.identity == identity and found.epoch == state.epoch
     assert found.segment.topology == state.segment.topology
     assert consumed(found) == consumed(state)
-    assert ReaderState.from_plain(json.loads(json.dumps(found.to_plain()))) == found
+    assert State.from_plain(json.loads(json.dumps(found.to_plain()))) == found
     if state == start(
         state.identity,
         epoch=state.epoch,
@@ -345,4 +346,4 @@ def test_a_rebased_state_has_consumed_the_same_and_deals_the_rest_by_its_own_end
         batch_size=state.segment.batch_size,
         world_size=state.segment.world_size,
     ):
-        assert found == replace(state, identity=identity)
+        assert found == replace(state, orders=(identity,))

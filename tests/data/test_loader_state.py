@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakeckpt import Batch, LakeDataset, LakeLoader, Receipt
+from lakeckpt.core.consumption import consumption
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import consumption
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.errors import StateError, StateUnavailable
 from lakeckpt.testing.observed import positions_of
 from tests.data.reading import ROWS, as_json, flat, ids, loader_of, some
@@ -32,7 +32,7 @@ def test_the_state_is_plain_and_the_same_however_often_it_is_asked_for(lake: Pat
     assert len({json.dumps(state) for state in moments}) == len(moments)
     assert moments[-1]["epoch"] == 1 and moments[-1]["step"] == 0
     for state in moments:
-        assert ReaderState.from_plain(state).to_plain() == state
+        assert State.from_plain(state).to_plain() == state
 
 
 def test_a_state_that_was_handed_out_never_changes(lake: Path) -> None:
@@ -168,9 +168,9 @@ def test_asking_a_dataset_changes_nothing_for_the_loader_over_it(lake: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"step": 10**5}, "step 100000 of epoch 0 is at hand"),
-        ({"base": {"begun": [[0, 1, 0, []]], "next_epoch": 1}}, r"step \d+ of epoch 0 is at hand, which has 0"),
-        ({"epoch": 2**63 - 1}, "of epoch 9223372036854775807 is at hand"),
+        ({"step": 10**5}, "step 100000 of epoch 0"),
+        ({"base": {"begun": [[0, 1, 0, []]], "next_epoch": 1}}, r"step \d+ of epoch 0, which has 0"),
+        ({"epoch": 2**63 - 1}, "of epoch 9223372036854775807"),
     ],
 )
 def test_a_state_that_no_job_comes_to_is_refused_and_nothing_changes(

@@ -26,8 +26,8 @@ from lakeckpt import (
     open_table,
     pack,
 )
-from lakeckpt.core.plan import consumed
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.consumption import consumed
+from lakeckpt.core.state import State
 from lakeckpt.lake.parquet.footer import TAIL_BYTES
 from tests.reading.cases import counted
 
@@ -138,7 +138,7 @@ def test_an_endless_stream_is_always_full_and_counts_every_token_once_in_each_ep
             states.append(loader.state_dict())
         assert all(one == states[0] for one in states)
         state = states[0]
-    found = ReaderState.from_plain(state)
+    found = State.from_plain(state)
     every = consumed(found)
     whole = sum(positions.size == found.identity.rows_of(epoch) for epoch, positions in every.items())
     assert counts.total() == LENGTH * sum(positions.size for positions in every.values())

@@ -1,4 +1,4 @@
-"""The demo, small: green when lakeckpt keeps its promise, red when a restore drops the reader's state."""
+"""The demo, small: red when a restore drops the reader's state. `make demo` shows the green one, or fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lakeckpt.demo.demo import run_demo
-from lakeckpt.demo.scenario import LENGTH, DemoConfig, Phase
+from lakeckpt.demo.scenario import DemoConfig, Phase
 from lakeckpt.demo.supervise import DemoFailed, run_job
 from lakeckpt.errors import ConfigError
 
@@ -33,23 +33,6 @@ def processes_about(folder: Path) -> list[str]:
 def verdict_in(out: Path) -> dict[str, Any]:
     verdict: dict[str, Any] = json.loads((out / "verdict.json").read_text())
     return verdict
-
-
-def test_killed_in_a_step_and_in_a_save_and_resumed_on_other_ranks_every_token_counts_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    green = run_demo(out, kills=2, **SMALL)
-    printed = capsys.readouterr().out
-    assert green, printed
-    verdict = verdict_in(out)
-    assert verdict["green"] and all(check["holds"] for check in verdict["checks"])
-    complete = [(one["source"], one["counted"]) for one in verdict["tokens"] if one["complete"]]
-    assert complete == [("prose", 160 * LENGTH)] * 3 + [("code", 192 * LENGTH)]
-    assert not any(one["lost"] or one["repeated"] for one in verdict["tokens"])
-    assert "GREEN 2 faults" in printed and printed.count("SIGKILL") == 2
-    assert "with faults: 3 ranks × 0 workers, to the end" in printed
-    assert processes_about(out) == []
 
 
 def test_a_restore_that_drops_the_reader_state_turns_the_verdict_red(

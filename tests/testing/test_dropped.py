@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt import Batch, LakeDataset
+from lakeckpt.core.changes import replan, start
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
-from lakeckpt.core.plan import Plan, replan, start
-from lakeckpt.core.state import Identity, ReaderState
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import State
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing import assert_exactly_once
 from lakeckpt.testing.receipt_laws import dealt, most_dropped, planned_drop
@@ -39,7 +41,7 @@ def test_the_plan_says_what_is_left_out_and_the_bound_holds_for_any_chain(
 ) -> None:
     spec = OrderSpec(seed=1, shuffle=True, window=2)
     identity = Identity(table="t", selection="", rows=rows, spec=spec, tail=tail, endless=False)
-    state: ReaderState | None = None
+    state: State | None = None
     seen: set[int] = set()
     for world_size, lanes_each, batch_size, steps in [*chain, (*chain[0][:3], 10**6)]:
         topology = {"num_lanes": lanes_each * world_size, "batch_size": batch_size, "world_size": world_size}

@@ -10,7 +10,7 @@ import pytest
 
 from lakeckpt import LakeDataset, LakeLoader, Receipt
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.testing.observed import Violation
 from lakeckpt.testing.receipt_laws import TrueRows, check_receipts
 from tests.data.reading import dataset_of
@@ -61,7 +61,7 @@ def test_micro_batches_above_the_batch_size_or_short_in_a_stream_are_caught(lake
 
 def test_rows_that_stand_elsewhere_than_their_receipt_says_are_caught(lake: Path) -> None:
     loaders = loaders_of(lake)
-    plan = Plan(ReaderState.from_plain(loaders[0].state_dict()))
+    plan = Plan(State.from_plain(loaders[0].state_dict()))
     batch = next(iter(loaders[0]))
     groups: list[list[Any]] = [list(range(9)), list(range(9, 16)), list(range(16, 20))]
     rows = TrueRows(loaders[0].dataset, groups)

@@ -158,7 +158,6 @@ def _open_agent(
         step=step,
         gate=gate,
         generations=_generations(exchange.world_size),
-        checksummer=lambda: agent.checksummer,
         counters=counters,
     )
     return engine, agent, Generations(place.arenas, identity)

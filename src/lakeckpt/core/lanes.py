@@ -19,8 +19,8 @@ tail       T                                           rows
                                                        table that grows
 =========  ==========================================  ==========================================================
 
-`lakeckpt.core.stream` deals epochs without end. A deal knows neither ranks nor steps: `lakeckpt.core.plan` gives its
-micro-batches to ranks.
+`lakeckpt.core.streams.stream` deals epochs without end. A deal knows neither ranks nor steps: `lakeckpt.core.plan`
+gives its micro-batches to ranks.
 """
 
 from __future__ import annotations

@@ -1,48 +1,32 @@
 """This module computes from a reader state which rows each rank gets in each step, without asking anyone.
 
 Within a segment that began at micro-batch m0 and step s0, rank r of W takes micro-batch ``m0 + (s - s0) * W + r`` in
-step s. Where the micro-batches left do not fill a step, the rows of that last step are dealt out equally, so that every
+step s. If the micro-batches left do not fill a step, the rows of that last step are dealt out equally, so that every
 rank has the same number of steps (with ``drop_last=True`` they are dropped).
 
-`replan` opens a segment where the topology or the batch size changes; while the lanes and the batch size stay, the deal
-goes on, so that micro-batches are the same for every number of ranks that divides the lanes; else what is left is
-re-cut. It never reads a table or changes a state.
+If consumption depends on the data, the plan says which lane a rank reads in a step, and which positions a lane has; how
+far it comes with them, the receipts say. `lakeckpt.core.changes` goes on with another topology. The module never reads
+a table or changes a state.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.lanes import Deal, EpochDeal, Left, Rest
-from lakeckpt.core.receipts import Receipt, Span
-from lakeckpt.core.state import MAX_EPOCH, Identity, ReaderState, Segment
-from lakeckpt.core.stream import StreamDeal
+from lakeckpt.core.lanes import EpochDeal, Left, Rest
+from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt, Span
+from lakeckpt.core.state import Begun, Frontier, Segment, State, inside, lanes_of
 from lakeckpt.core.streams.mixing import Share
-from lakeckpt.errors import StateError, StateMismatch
+from lakeckpt.core.streams.stream import StreamDeal
+from lakeckpt.errors import StateError
 
-__all__ = [
-    "MAX_SEGMENTS",
-    "Assignment",
-    "LayoutKey",
-    "Plan",
-    "between",
-    "check_place",
-    "consumed",
-    "consumption",
-    "deals",
-    "fit_lanes",
-    "is_start",
-    "rebase",
-    "replan",
-    "start",
-]
-
-MAX_SEGMENTS = 32
-"""A state with more segments is written with the rest that was left at its last re-cut instead of what came before."""
+__all__ = ["Assignment", "LayoutKey", "Plan", "deal_key", "deals"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,62 +50,40 @@ class Assignment:
     """How many lanes this rank has."""
 
 
-def fit_lanes(wanted: int | None, stored: int | None, world_size: int, workers: int) -> int:
-    """Return the number of lanes for a topology: a multiple of ``world_size``.
-
-    ``wanted`` (the user's) is rounded up to a multiple; without it, the ``stored`` number is kept if it is one; else it
-    is ``world_size * max(1, workers)``.
-
-    >>> fit_lanes(8, None, 3, 0), fit_lanes(None, 8, 4, 2), fit_lanes(None, 8, 3, 2)
-    (9, 8, 6)
-    """
-    if wanted is not None:
-        return -(-wanted // world_size) * world_size
-    if stored is not None and stored % world_size == 0:
-        return stored
-    return world_size * max(1, workers)
-
-
-def start(
-    identity: Identity, *, epoch: int, num_lanes: int, batch_size: int, world_size: int, share: Share | None = None
-) -> ReaderState:
-    """Return the state before the first step of ``epoch``."""
-    first = Segment(
-        micro_batch=0, step=0, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size, share=share
-    )
-    return ReaderState(identity=identity, epoch=epoch, segments=(first,), step=0)
-
-
-def is_start(state: ReaderState) -> bool:
-    """Return whether nothing of the epoch of ``state`` was read."""
-    return state.step == 0 and state.base is None and len(state.segments) == 1
-
-
 class Plan:
-    """The consequences of a reader state. Made once for a segment; `assignment` takes any step of the segment."""
+    """The consequences of a reader state, or of a mixture as one of its sources sees it (`State.of`). Made once for a
+    segment; `assignment` takes any step of the segment.
 
-    def __init__(self, state: ReaderState) -> None:
+    Raises `StateError` if the state holds frontiers that no lane has.
+    """
+
+    def __init__(self, state: State) -> None:
         self.state = state
         self.segment = state.segment
-        self.deal, self._recut = deque(deals(state), maxlen=1).pop()
+        self.deal, self.recut = deque(deals(state), maxlen=1).pop()
         self._recent: tuple[LayoutKey, ...] = ()
+        self._end = None if state.held else self.deal.end
+        """One past the last micro-batch; None: there is none, or its number depends on the data."""
+        if state.held is not None and self.sizes is not None:
+            self._check_frontiers(self.sizes)
 
     @cached_property
     def _reader(self) -> str:
-        return self.state.identity.digest
+        return self.state.digest
 
     @cached_property
     def steps(self) -> int | None:
-        """The number of steps of the epoch, those of earlier segments included; None where it is endless."""
-        if self.deal.end is None:
+        """The number of steps of the epoch, those of earlier segments included; None if it is endless, or if the number
+        depends on the data."""
+        if self._end is None:
             return None
-        left, world_size = self.deal.end - self.segment.micro_batch, self.segment.world_size
+        left, world_size = self._end - self.segment.micro_batch, self.segment.world_size
         whole = -(-left // world_size) if self.state.identity.tail == "short" else left // world_size
         return self.segment.step + whole
 
     def micro_batch(self, step: int) -> int:
         """Return the first micro-batch of ``step``: what lies below it has been consumed when the step begins."""
-        segment, end = self.segment, self.deal.end
+        segment, end = self.segment, self._end
         first = segment.micro_batch + (step - segment.step) * segment.world_size
         return first if end is None or first < end else end
 
@@ -170,10 +132,7 @@ class Plan:
         """Return the layouts of the epochs that ``spans`` are of."""
         if len(spans) == 1 and self._recent and self._recent[0].epoch == spans[0].epoch:
             return self._recent
-        keys = []
-        for epoch in dict.fromkeys(span.epoch for span in spans):
-            num_lanes, rotation = self.deal.layout(epoch)
-            keys.append(LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation))
+        keys = [self.layout(epoch) for epoch in dict.fromkeys(span.epoch for span in spans)]
         self._recent = tuple(keys[-1:])
         return tuple(keys)
 
@@ -194,35 +153,131 @@ class Plan:
         return _cut_spans(spans, low, low + share + (rank < extra))
 
     def rest(self, step: int) -> Rest:
-        """Return what is left when ``step`` steps are done."""
+        """Return what is left when ``step`` steps are done, in lockstep."""
         return self.deal.rest(self.micro_batch(step))
+
+    @cached_property
+    def left(self) -> Rest:
+        """What is left at the state, positions that have begun included. Lanes that are not held have consumed
+        nothing."""
+        if self.state.held is None:
+            return self.rest(self.state.step)
+        done, partly = np.zeros((2, self.segment.num_lanes), np.int64)
+        for lane, (count, offset) in self.state.frontiers.items():
+            done[lane], partly[lane] = count, offset > 0
+        return self.deal.rest_of(done) if isinstance(self.deal, EpochDeal) else self.deal.rest_of(done, partly)
+
+    @property
+    def begun(self) -> tuple[Begun, ...]:
+        """The positions of which some items are consumed at the state, but not all."""
+        if self.state.held is None:
+            return ()
+        begun = dict(self._begun)
+        for lane, (count, offset) in self.state.frontiers.items():
+            if offset:
+                (at,) = self.lane_spans(lane, count, count + 1)
+                begun[at.epoch, at.start] = max(offset, begun.get((at.epoch, at.start), 0))
+        named = tuple(Begun(epoch=epoch, position=at, offset=begun[epoch, at]) for epoch, at in sorted(begun))
+        return inside(self.left, self.state.identity, named)
 
     @property
     def at_end(self) -> bool:
-        """True if nothing of the epoch is left to be dealt."""
-        return self.steps is not None and self.state.step >= self.steps
+        """True if nothing of the epoch is left to be dealt, in the lanes that the state holds."""
+        if self.state.held is None:
+            return self.steps is not None and self.state.step >= self.steps
+        sizes = self.sizes
+        return sizes is not None and all(count == sizes[lane] for lane, (count, _) in self.state.frontiers.items())
+
+    # --- lanes, if consumption depends on the data
+
+    @cached_property
+    def sizes(self) -> list[int] | None:
+        """The positions of each lane; None if lanes do not end."""
+        found: list[int] | None = self.deal.limits.tolist() if isinstance(self.deal, EpochDeal) else None
+        return found
+
+    def lane(self, step: int, rank: int, open_lanes: Collection[int] | None = None) -> int:
+        """Return the lane that ``rank`` reads in ``step``: that of its micro-batch m, m mod L, while all its lanes have
+        items. ``open_lanes``: those of its lanes that have more, at least one; it takes turns among them.
+        """
+        segment, number = self.segment, self.micro_batch(step) + rank
+        if open_lanes is None or len(open_lanes) == segment.num_lanes // segment.world_size:
+            return number % segment.num_lanes
+        return sorted(open_lanes)[number // segment.world_size % len(open_lanes)]
+
+    def lane_spans(self, lane: int, start: int, stop: int) -> list[Span]:
+        """Return the ``start``-th to ``stop``-th (exclusive) positions of ``lane``, in their order."""
+        return self.deal.lane_spans(lane, start, stop)
+
+    def skips(self, spans: Iterable[Span]) -> dict[Span, int]:
+        """Return, for the positions of ``spans`` that had begun when the lanes were dealt, their consumed items."""
+        if not self._begun:
+            return {}
+        single = [Span(epoch=one.epoch, start=at, stop=at + 1) for one in spans for at in range(one.start, one.stop)]
+        return {one: self._begun[one.epoch, one.start] for one in single if (one.epoch, one.start) in self._begun}
+
+    def open_lanes(self, rank: int) -> dict[int, Frontier]:
+        """Return the lanes of ``rank`` of which a position is left at the state, and their frontiers there."""
+        lanes, frontiers = lanes_of(self.segment, Intervals.of([(rank, rank + 1)])).tolist(), self.state.frontiers
+        sizes = self.sizes
+        return {lane: frontiers[lane] for lane in lanes if sizes is None or frontiers[lane][0] < sizes[lane]}
+
+    def receipt(self, step: int, rank: int, read: LaneRead | None, moves: tuple[LaneMove, ...] = ()) -> Receipt:
+        """Return the receipt of what ``rank`` gets in ``step``: ``read``, or no row. ``moves`` are of other lanes."""
+        segment = self.segment
+        return Receipt(
+            epoch=self.state.epoch,
+            micro_batch=self.micro_batch(step) + rank,
+            lane=-1 if read is None else read.move.lane,
+            step=step,
+            rank=rank,
+            world_size=segment.world_size,
+            spans=() if read is None else read.spans,
+            step_rows=segment.batch_size * segment.world_size,
+            reader=self._reader,
+            items=0 if read is None else read.items,
+            moves=moves if read is None else (*moves, read.move),
+        )
+
+    def layout(self, epoch: int) -> LayoutKey:
+        """Return the layout of ``epoch``."""
+        num_lanes, rotation = self.deal.layout(epoch)
+        return LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation)
+
+    @cached_property
+    def _begun(self) -> dict[tuple[int, int], int]:
+        return {(one.epoch, one.position): one.offset for one in self.state.begun}
+
+    def _check_frontiers(self, sizes: list[int]) -> None:
+        for lane, (done, offset) in self.state.frontiers.items():
+            if done > sizes[lane] or (done == sizes[lane] and offset):
+                raise StateError(
+                    f"no job comes to this reader state: lane {lane} stands at ({done}, {offset}), and it has "
+                    f"{sizes[lane]} positions. It was damaged or made by hand: load a state as it was saved"
+                )
 
 
-def deals(state: ReaderState) -> Iterator[tuple[Deal, tuple[int, Rest | None]]]:
+def deals(state: State) -> Iterator[tuple[EpochDeal | StreamDeal, tuple[int, Rest | None]]]:
     """Yield for each segment the deal it is of, and which segment that began with and with what rest (None: all)."""
     deal, began = _deal(state, state.segments[0], state.base), (0, state.base)
     yield deal, began
     for index in range(1, len(state.segments)):
         before, segment = state.segments[index - 1], state.segments[index]
-        if _deal_key(segment) != _deal_key(before):
+        if deal_key(segment) != deal_key(before):
             rest = deal.rest(segment.micro_batch)
             deal, began = _deal(state, segment, rest), (index, rest)
         yield deal, began
 
 
-def _deal_key(segment: Segment) -> tuple[object, ...]:
+def deal_key(segment: Segment) -> tuple[object, ...]:
     """Return all of a segment that a deal depends on."""
-    return segment.num_lanes, segment.batch_size, segment.share
+    return segment.num_lanes, segment.batch_size, segment.weights, segment.carried
 
 
-def _deal(state: ReaderState, segment: Segment, rest: Rest | None) -> Deal:
+def _deal(state: State, segment: Segment, rest: Rest | None) -> EpochDeal | StreamDeal:
     identity, num_lanes = state.identity, segment.num_lanes
-    first, batch_size = segment.micro_batch, segment.batch_size
+    # Micro-batches of a deal have no meaning if consumption depends on the data.
+    first, batch_size = (segment.micro_batch, segment.batch_size) if state.held is None else (0, 1)
     if identity.endless:
         rest = rest or Rest(begun=(), next_epoch=0)
         return StreamDeal(
@@ -232,11 +287,25 @@ def _deal(state: ReaderState, segment: Segment, rest: Rest | None) -> Deal:
             rows=identity.tokens or identity.rows,
             start=rest,
             unit=identity.unit,
-            share=segment.share,
+            share=_share(state, segment),
         )
     whole = Left(epoch=state.epoch, positions=Intervals.whole(identity.rows), num_lanes=num_lanes, rotation=0)
-    left = rest.begun[0] if rest else whole
-    return EpochDeal(first=first, num_lanes=num_lanes, batch_size=batch_size, tail=identity.tail, left=left)
+    left, tail = rest.begun[0] if rest else whole, identity.tail if state.held is None else "short"
+    return EpochDeal(first=first, num_lanes=num_lanes, batch_size=batch_size, tail=tail, left=left)
+
+
+def _share(state: State, segment: Segment) -> Share | None:
+    """Return what the source of a mixture that is looked at has of each micro-batch; None: all."""
+    if state.mixing is None or state.source is None:
+        return None
+    assert segment.weights is not None
+    return Share(
+        source=state.source,
+        weights=segment.weights,
+        seed=state.mixing.seed,
+        whole=state.mixing.whole,
+        carried=segment.carried or (),
+    )
 
 
 def _cut_spans(spans: Iterable[Span], start: int, stop: int) -> list[Span]:
@@ -248,136 +317,3 @@ def _cut_spans(spans: Iterable[Span], start: int, stop: int) -> list[Span]:
             cut.append(Span(epoch=span.epoch, start=span.start + low, stop=span.start + high))
         before += span.rows
     return cut
-
-
-def check_place(state: ReaderState, *, ahead: int = 0) -> None:
-    """Raise StateError where ``state`` is more than ``ahead`` steps behind the end of its epoch.
-
-    Such a state was damaged or made by hand. Loading it would skip rows without an error.
-    """
-    steps = Plan(state).steps if state.epoch <= MAX_EPOCH else 0
-    if steps is not None and state.step > steps + ahead:
-        raise StateError(
-            f"no job comes to this reader state: step {state.step} of epoch {state.epoch} is at hand, which has "
-            f"{steps}. It was damaged or made by hand: load a state as it was saved"
-        )
-
-
-def replan(
-    state: ReaderState, *, num_lanes: int, batch_size: int, world_size: int, share: Share | None = None
-) -> ReaderState:
-    """Return ``state`` going on with another topology, or share: unchanged if they are the same, else with one more
-    segment.
-
-    Every row that is left is dealt again exactly once. An epoch that has not begun is planned anew; one that is over
-    stays as it is.
-    """
-    topology = {"num_lanes": num_lanes, "batch_size": batch_size, "world_size": world_size}
-    if state.segment.topology == (num_lanes, batch_size, world_size) and state.segment.share == share:
-        return state
-    if state.step == 0 and state.base is None:
-        return start(state.identity, epoch=state.epoch, share=share, **topology)
-    plan = Plan(state)
-    if plan.at_end:
-        return state
-    number = plan.micro_batch(state.step)
-    opened = Segment(micro_batch=number, step=state.step, share=share, **topology)
-    segments = (*state.segments, opened)
-    if len(segments) <= MAX_SEGMENTS:
-        return replace(state, segments=segments)
-    return _shortened(replace(state, segments=segments))
-
-
-def rebase(state: ReaderState, identity: Identity) -> ReaderState:
-    """Return ``state`` with what is left of it dealt anew, with the ends of ``identity``.
-
-    ``identity`` has as many rows in the same order. An epoch that has not begun is only renamed.
-    """
-    if state.step == 0 and state.base is None:
-        return replace(state, identity=identity)
-    plan = Plan(state)
-    opened = replace(state.segment, micro_batch=plan.micro_batch(state.step), step=state.step)
-    return replace(state, identity=identity, base=plan.rest(state.step), segments=(opened,))
-
-
-def _shortened(state: ReaderState) -> ReaderState:
-    """Return the state without the segments that what is to come does not depend on."""
-    index, rest = Plan(state)._recut
-    kept = (state.segments[index],) if index == len(state.segments) - 1 else (state.segments[index], state.segments[-1])
-    if rest is None:
-        return replace(state, segments=kept)
-    return replace(state, base=rest, segments=kept)
-
-
-def consumption(before: ReaderState, after: ReaderState) -> dict[int, Intervals]:
-    """Return which positions of which epochs were consumed going from ``before`` to ``after``.
-
-    Both are of one order and one epoch (or stream); StateMismatch where they are not, or where rows that ``before`` had
-    consumed are left in ``after``.
-    """
-    if before.identity != after.identity or before.epoch != after.epoch:
-        changed = before.identity.differences(after.identity) or [f"epoch: {before.epoch} became {after.epoch}"]
-        raise StateMismatch(f"two states that are not of one order of rows: {'; '.join(changed)}")
-    earlier, later = Plan(before).rest(before.step), Plan(after).rest(after.step)
-    first = earlier.begun[0].epoch if earlier.begun else earlier.next_epoch
-    found = {}
-    for epoch in range(min(first, *(left.epoch for left in later.begun), later.next_epoch), later.next_epoch):
-        rows = before.identity.rows_of(epoch)
-        was, still = earlier.of(epoch, rows), later.of(epoch, rows)
-        if still.difference(was):
-            raise StateMismatch(
-                f"epoch {epoch}: positions {still.difference(was)} had been consumed and are left again: "
-                "the later state does not follow from the earlier one"
-            )
-        used = was.difference(still)
-        if used:
-            found[epoch] = used
-    return found
-
-
-def consumed(state: ReaderState) -> dict[int, Intervals]:
-    """Return which positions of the epoch at hand (of an endless stream: of every epoch so far) have been consumed."""
-    rest = Plan(state).rest(state.step)
-    epochs = range(state.epoch, rest.next_epoch)  # the state of a stream is of epoch 0
-    rows = {epoch: state.identity.rows_of(epoch) for epoch in epochs}
-    every = {epoch: Intervals.whole(rows[epoch]).difference(rest.of(epoch, rows[epoch])) for epoch in epochs}
-    return {epoch: positions for epoch, positions in every.items() if positions}
-
-
-def between(before: ReaderState, after: ReaderState) -> list[tuple[ReaderState, ReaderState]]:
-    """Return the stretches by which a job came from ``before`` to ``after``: pairs of states, each of one epoch.
-
-    The segments of an epoch that ended between the two are not known, and its rows do not depend on them: all of them
-    were consumed. So ``tail`` must be "short". Raises StateMismatch where ``after`` does not follow from ``before``;
-    also where their positions may not mean the same rows, as in an endless stream whose lanes have changed.
-    """
-    assert before.identity.tail == "short", before.identity
-    found = []
-    while before.epoch < after.epoch:
-        steps = Plan(before).steps
-        assert steps is not None
-        found.append((before, before.moved(step=steps)))
-        before = _start_like(after, before.identity, before.epoch + 1)
-    if is_start(before):
-        before = _start_like(after, before.identity, before.epoch)
-    if _layouts(before) != _layouts(after):
-        raise StateMismatch(
-            f"two states whose epochs were laid out in other lanes: {_layouts(before)} became {_layouts(after)}"
-        )
-    consumption(before, after)
-    return [*found, (before, after)]
-
-
-def _start_like(state: ReaderState, identity: Identity, epoch: int) -> ReaderState:
-    """Return the start of ``epoch`` in the layout that the epoch of ``state`` began with."""
-    num_lanes, batch_size, world_size = state.segments[0].topology
-    if state.base is not None and state.base.begun:
-        num_lanes, world_size = state.base.begun[0].num_lanes, 1
-    return start(identity, epoch=epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
-
-
-def _layouts(state: ReaderState) -> tuple[object, ...]:
-    """Return what the layout of each epoch of ``state`` depends on."""
-    if state.identity.endless:
-        return state.base, {_deal_key(segment) for segment in state.segments}
-    return (state.segments[0].num_lanes if state.base is None else state.base.begun[0].num_lanes,)

@@ -1,7 +1,8 @@
 """This module holds receipts: each micro-batch carries one that names the rows in it.
 
 A receipt names positions, never rows: with the table's index and the order, positions are enough to find the rows
-again. A receipt does not state that its rows were *used*: a cut does.
+again. If consumption depends on the data, only what was read tells how many items a position yields, so the receipt
+also says how lanes moved. A receipt does not state that its rows were *used*: a cut does.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lakeckpt.errors import StateError
-from lakeckpt.wire.documents import as_row, from_plain, to_plain
+from lakeckpt.wire.documents import Count, as_row, from_plain, to_plain
 
-__all__ = ["EPOCH_NUMBERS", "Receipt", "Span"]
+__all__ = ["EPOCH_NUMBERS", "LaneMove", "LaneRead", "Receipt", "Span"]
 
 EPOCH_NUMBERS: int = 2**32
 """How many numbers (`Receipt.number`) each epoch has, which is more than any epoch has steps."""
@@ -36,6 +37,27 @@ class Span:
         return self.stop - self.start
 
 
+@as_row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneMove:
+    """A lane went from one frontier (positions done, items done of the next position) to another."""
+
+    lane: Count
+    before: tuple[Count, Count]
+    after: tuple[Count, Count]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneRead:
+    """What was read of a lane for one micro-batch, before the micro-batch has a step."""
+
+    move: LaneMove
+    spans: tuple[Span, ...]
+    items: int
+    is_last: bool
+    """True if the lane has no more items."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
     """The rows of one micro-batch, and the step and rank that it was dealt to."""
@@ -53,15 +75,21 @@ class Receipt:
     world_size: int
     """The number of data-parallel ranks."""
     spans: tuple[Span, ...]
-    """The positions, in the order of the rows."""
+    """The positions, in the order of the rows. If consumption depends on the data: the positions whose items it holds,
+    in part or all, or that yielded none."""
     step_rows: int
-    """Rows of all ranks in this step."""
+    """Rows of all ranks in this step. If consumption depends on the data: those of a full step, because a rank does not
+    know how many rows the others have."""
     reader: str = ""
-    """`lakeckpt.core.state.Identity.digest` of the reader; empty: not named."""
+    """`lakeckpt.core.identity.Identity.digest` of the reader; empty: not named."""
     last: bool | None = field(default=None, compare=False)
     """Whether it is the last of its rank in the epoch, or in a mixture that ends; of an endless stream never. None
     where only the data tell: the rows of a transform with ``rows="many"``, of a ``tokenizer=`` or of whole documents,
     and a table that is followed."""
+    items: Count | None = None
+    """The rows of the micro-batch, if consumption depends on the data; None: one row for each position."""
+    moves: tuple[LaneMove, ...] = ()
+    """How its lane moved, and before that, lanes that had nothing more to yield; empty: positions say it."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -73,6 +101,8 @@ class Receipt:
     @property
     def rows(self) -> int:
         """The number of rows of the micro-batch."""
+        if self.items is not None:
+            return self.items
         spans = self.spans
         return spans[0].stop - spans[0].start if len(spans) == 1 else sum(span.rows for span in spans)
 

@@ -1,21 +1,35 @@
-"""This module holds the reader state: where the whole job is in its data. It is the same on every rank.
+"""This module holds the state of a reader: the place of a job in its data.
 
-A state names the order it belongs to (`Identity`), the segments of the epoch at hand, and how many steps of it are
-done. From these, `lakeckpt.core.plan` computes everything else: which rank gets which rows next, and which rows have
-been consumed. States are values: every change makes a new state.
+A state names the order it belongs to (`lakeckpt.core.identity.Identity`), the segments of the current epoch, and how
+many steps of it are done. A *frontier* is the place of a lane: (positions that are consumed, items consumed of the
+position that follows).
 
-A state never lists single rows, and never holds a path, a column name or a credential, only digests.
+* In *lockstep* the frontiers follow from the step. The state is the same on every rank, and holds no frontier.
+* If a position yields any number of items (`lakeckpt.core.identity.Maker`), consumption depends on the data. Each rank
+  knows the frontiers of its own lanes, so that its state is a *part*: `Held` has the frontiers of some ranks, and
+  `lakeckpt.core.merge` joins parts.
+
+The state of a mixture has several orders, one for each source, which are endless streams, and one list of segments,
+each with the weights of all sources. `State.of` looks at one source: then it is as the state of a stream of its own, of
+which each micro-batch has a share.
+
+From a state, `lakeckpt.core.plan` computes everything else: which rank gets which rows next, and which rows have been
+consumed. States are values: every change makes a new state. A state never lists single rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
+from typing import Any
 
-from lakeckpt.core.hashing import PERMUTATION_VERSION, derive_key
-from lakeckpt.core.lanes import Rest, Tail
-from lakeckpt.core.order import OrderSpec
-from lakeckpt.core.streams.mixing import Share
+import numpy as np
+import numpy.typing as npt
+
+from lakeckpt.core.hashing import derive_key
+from lakeckpt.core.identity import MAX_ROWS, Identity, Mixing
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.lanes import Rest
 from lakeckpt.errors import StateError
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
 
@@ -23,10 +37,14 @@ __all__ = [
     "FORMAT",
     "MAX_EPOCH",
     "MAX_LANES",
-    "MAX_ROWS",
-    "Identity",
-    "ReaderState",
+    "Begun",
+    "Frontier",
+    "Held",
     "Segment",
+    "State",
+    "depends_on_data",
+    "inside",
+    "lanes_of",
 ]
 
 FORMAT = "lakeckpt.reader/1"
@@ -38,76 +56,9 @@ MAX_EPOCH = 1 << 31
 MAX_LANES = 1 << 20
 """The most lanes of an epoch: planning takes time and memory in proportion to them."""
 
-MAX_ROWS = 1 << 56
-"""The most rows of an epoch, and of all micro-batches of a state together: below it no product overflows 64 bits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """All that determines the order of rows, except the segments: equal identities mean equal orders."""
-
-    table: str
-    """Digest of the pinned file listing (hex)."""
-    selection: str
-    """Digest of the row selection (hex); empty: all rows."""
-    rows: Count
-    """Positions of an epoch: rows, or packed sequences (of an endless stream, those of epoch 0)."""
-    spec: OrderSpec
-    tail: Tail
-    endless: bool
-    unit: Positive = 1
-    """Tokens of a packed sequence; 1: rows are read."""
-    tokens: Count = 0
-    """Tokens of an epoch of packed sequences; 0: rows are read."""
-    permutation_version: Positive = PERMUTATION_VERSION
-    version: str = field(default="", compare=False)
-    """The format's name for the table version, for people; empty where it has none. It decides nothing."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rows <= MAX_ROWS:
-            raise ValueError(f"an epoch has 0 to {MAX_ROWS} rows, got {self.rows}")
-        if self.endless and not self.rows:
-            raise ValueError("an endless stream has epochs of at least one row, got 0")
-        if self.tokens > MAX_ROWS or (self.rows != -(-self.tokens // self.unit) if self.unit > 1 else self.tokens):
-            raise ValueError(f"{self.tokens} tokens are not packed into {self.rows} sequences of {self.unit}")
-
-    @property
-    def digest(self) -> str:
-        """A short digest of the order of rows, by which receipts name the reader that they are of."""
-        return f"{derive_key(repr(self._values()))[0]:016x}"
-
-    def rows_of(self, epoch: int) -> int:
-        """Return the positions of ``epoch``: of packed sequences, those of an endless stream's epochs differ by one."""
-        if self.unit == 1 or not self.endless:
-            return self.rows
-        return -(-(epoch + 1) * self.tokens // self.unit) - -(-epoch * self.tokens // self.unit)
-
-    def of_version(self, other: Identity) -> Identity:
-        """Return this identity with the table version and the row selection of ``other``."""
-        return replace(
-            self,
-            table=other.table,
-            selection=other.selection,
-            rows=other.rows,
-            tokens=other.tokens,
-            version=other.version,
-        )
-
-    def differences(self, other: Identity, *, words: str = "{} became {}") -> list[str]:
-        """Return one line for each field in which ``other`` differs, naming both values by ``words``."""
-        mine, its = self._values(), other._values()
-        return [
-            f"{name}: {words.format(self._shown(name), other._shown(name))}" for name in mine if mine[name] != its[name]
-        ]
-
-    def _values(self) -> dict[str, object]:
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
-        spec: OrderSpec = values.pop("spec")
-        return values | {one.name: getattr(spec, one.name) for one in fields(spec)}
-
-    def _shown(self, name: str) -> str:
-        version = f" ({self.version})" if name == "table" and self.version else ""
-        return f"{self._values()[name]!r}{version}"
+Int64Array = npt.NDArray[np.int64]
+Frontier = tuple[int, int]
+"""(positions of a lane that are consumed, items consumed of the position that follows)."""
 
 
 @as_row
@@ -122,8 +73,11 @@ class Segment:
     num_lanes: int
     batch_size: int
     world_size: int
-    share: Share | None = None
-    """The share of this reader in the micro-batches of a mixture; None: micro-batches are all its own."""
+    weights: tuple[int, ...] | None = None
+    """The weights of the sources of a mixture; None: the reader is none."""
+    carried: tuple[int, ...] | None = None
+    """For each source, what a lane had too many of it when the segment began (`lakeckpt.core.streams.mixing.Share`);
+    None: nothing."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "step", "num_lanes", "batch_size", "world_size"):
@@ -141,39 +95,93 @@ class Segment:
         return self.num_lanes, self.batch_size, self.world_size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderState:
-    """The reader state of a whole job."""
+@as_row
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Begun:
+    """A position of which ``offset`` items, but not all, are consumed."""
 
-    identity: Identity
     epoch: Count
-    """The epoch at hand; 0 where the stream is endless (it counts its epochs itself)."""
+    position: Count
+    offset: Positive
+
+
+@as_row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The frontiers of all lanes of some ranks, since the lanes were dealt."""
+
+    ranks: Intervals
+    done: tuple[Count, ...]
+    """For each lane of the ranks, in ascending order: the positions that are consumed."""
+    offsets: tuple[Count, ...]
+    """For each lane: the items that are consumed of the position that follows."""
+
+    def __post_init__(self) -> None:
+        if not self.ranks or len(self.done) != len(self.offsets):
+            raise ValueError(
+                f"the lanes of the ranks {self.ranks} have {len(self.done)} counts of positions and "
+                f"{len(self.offsets)} offsets"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """The state of a reader: of the whole job, or if consumption depends on the data, the part of some ranks."""
+
+    orders: tuple[Identity, ...]
+    """One; of a mixture, one for each source."""
+    epoch: Count
+    """The current epoch; 0 if the stream is endless (it counts its epochs itself)."""
     segments: tuple[Segment, ...]
-    """At least one; the last is the one at hand."""
+    """At least one; the last is the current segment. Of frontiers that are held, the current segment alone."""
     step: Count
     """Steps done, of this epoch; every rank has done as many."""
-    base: Rest | None = None
-    """The rest when the first of ``segments`` began; None: a whole epoch, or stream."""
+    bases: tuple[Rest, ...] = ()
+    """For each of ``orders``, the rest when the first of ``segments`` began (if frontiers are held: when the lanes were
+    dealt), positions that had begun included; empty: a whole epoch, or stream."""
+    begun: tuple[Begun, ...] = ()
+    """The positions of the base that had begun when the lanes were dealt."""
+    held: Held | None = None
+    """The frontiers, if consumption depends on the data; None: they follow from ``step``."""
+    mixing: Mixing | None = None
+    """How the sources of a mixture take turns; None: there is one source."""
+    source: int | None = None
+    """The number of the source of a mixture that is looked at (`of`); None: all of them."""
 
     def __post_init__(self) -> None:
         if not self.segments:
             raise ValueError("a reader state has at least one segment")
+        self._check_orders()
         if self.epoch < 0:
             raise ValueError(f"epochs are counted from 0, got {self.epoch}")
-        if any(one.share for one in self.segments) and not self.identity.endless:
-            raise ValueError("a source of a mixture is an endless stream")
-        if self.identity.endless and self.epoch:
+        if self.is_endless and self.epoch:
             raise ValueError(f"an endless stream counts its epochs itself, got epoch {self.epoch}")
         self._check_segments()
-        if self.base is not None:
-            self._check_base(self.base)
+        for order, base in zip(self.orders, self.bases, strict=bool(self.bases)):
+            self._check_base(order, base)
+        self._check_begun()
+        if self.held is not None:
+            self._check_held(self.held)
+
+    def _check_orders(self) -> None:
+        if (self.held is None) != all(one.maker is None for one in self.orders):
+            raise ValueError("a state holds frontiers if a maker yields any number of items, and only then")
+        count = 1 if self.mixing is None else len(self.mixing.names)
+        if len(self.orders) != count or len(self.bases) not in (0, count):
+            raise ValueError(f"{count} sources, {len(self.orders)} orders, and what was left of {len(self.bases)}")
+        for one in self.segments:
+            counts = {len(each) for each in (one.weights, one.carried) if each is not None}
+            if (one.weights is None) != (self.mixing is None) or counts - {count}:
+                raise ValueError(f"the segments of {count} sources have weights for each, got {one.weights}")
+        if self.mixing is not None and (self.held is not None or not all(one.endless for one in self.orders)):
+            raise ValueError("the sources of a mixture are endless streams, whose positions yield one row each")
 
     def _check_segments(self) -> None:
         starts = [(segment.step, segment.micro_batch) for segment in self.segments]
         steps, numbers = [step for step, _ in starts], [number for _, number in starts]
         if steps != sorted(steps) or numbers != sorted(numbers) or self.step < steps[-1]:
-            raise ValueError(f"segments begin at (step, micro-batch) {starts} and step {self.step} is at hand")
-        if self.base is None and starts[0] != (0, 0):
+            raise ValueError(f"segments begin at (step, micro-batch) {starts}, and the state is at step {self.step}")
+        if not self.bases and self.held is None and starts[0] != (0, 0):
             raise ValueError(f"the first segment of a whole epoch begins at step 0, not at {starts[0]}")
         reached = numbers[-1] + (self.step + 1 - steps[-1]) * self.segment.world_size
         if reached * max(segment.batch_size for segment in self.segments) > MAX_ROWS:
@@ -181,44 +189,181 @@ class ReaderState:
                 f"{reached} micro-batches of up to {self.segment.batch_size} rows are more than {MAX_ROWS}"
             )
 
-    def _check_base(self, base: Rest) -> None:
+    def _check_base(self, order: Identity, base: Rest) -> None:
         epochs = [left.epoch for left in base.begun]
-        if not self.identity.endless and (epochs != [self.epoch] or base.next_epoch != self.epoch + 1):
+        if not order.endless and (epochs != [self.epoch] or base.next_epoch != self.epoch + 1):
             raise ValueError(f"epochs {epochs} before {base.next_epoch} cannot be the rest of epoch {self.epoch}")
-        if any(left.positions and left.positions.stops[-1] > self.identity.rows for left in base.begun):
-            raise ValueError(f"the rest names positions outside of an epoch of {self.identity.rows} rows")
+        for left in base.begun:
+            rows = order.rows_of(left.epoch)
+            if left.positions and left.positions.stops[-1] > rows:
+                raise ValueError(f"the rest names positions outside of epoch {left.epoch} of {rows} rows")
 
-    def moved(self, *, step: int) -> ReaderState:
-        """Return the state with ``step`` steps done, in the segment at hand. The segments are not checked again."""
+    def _check_begun(self) -> None:
+        keys = [(one.epoch, one.position) for one in self.begun]
+        if keys != sorted(set(keys)):
+            raise ValueError(f"positions that have begun are named once and in order, got {keys[:8]}")
+        if keys and (self.base is None or inside(self.base, self.identity, self.begun) != self.begun):
+            raise ValueError(f"positions that have begun are not among those that were left: {keys[:8]}")
+
+    def _check_held(self, held: Held) -> None:
+        world_size, num_lanes = self.segment.world_size, self.segment.num_lanes
+        if len(self.segments) > 1:
+            raise ValueError(f"frontiers are of the lanes of one segment, got {len(self.segments)} segments")
+        if held.ranks.stops[-1] > world_size:
+            raise ValueError(f"it holds the lanes of ranks {held.ranks}, of {world_size} ranks")
+        count = held.ranks.size * num_lanes // world_size
+        if len(held.done) != count:
+            raise ValueError(
+                f"{held.ranks.size} of {world_size} ranks have {count} of {num_lanes} lanes, and there are "
+                f"{len(held.done)} counts of positions and {len(held.offsets)} offsets"
+            )
+
+    def moved(self, *, step: int) -> State:
+        """Return the state with ``step`` steps done, in the current segment. The segments are not checked again."""
         if step < self.segments[-1].step:
             raise ValueError(f"step {step} is before the segment that began at {self.segments[-1].step}")
-        found = object.__new__(ReaderState)
-        for name, value in (
-            ("identity", self.identity),
-            ("epoch", self.epoch),
-            ("segments", self.segments),
-            ("step", step),
-            ("base", self.base),
-        ):
-            object.__setattr__(found, name, value)
+        found = object.__new__(State)
+        for name in State.__slots__:
+            object.__setattr__(found, name, step if name == "step" else getattr(self, name))
+        return found
+
+    def of(self, source: int) -> State:
+        """Return this state, of which one source of a mixture is looked at."""
+        assert self.mixing is not None
+        found = object.__new__(State)
+        for name in State.__slots__:
+            object.__setattr__(found, name, source if name == "source" else getattr(self, name))
         return found
 
     @property
+    def identity(self) -> Identity:
+        """The order; of a mixture, that of the source that is looked at."""
+        assert self.mixing is None or self.source is not None, "a mixture has no order of its own"
+        return self.orders[self.source or 0]
+
+    @property
+    def base(self) -> Rest | None:
+        """The rest when the first of ``segments`` began; of a mixture, that of the source that is looked at."""
+        assert self.mixing is None or self.source is not None, "a mixture has no order of its own"
+        return self.bases[self.source or 0] if self.bases else None
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the stream is endless, as those of all sources of a mixture are."""
+        return self.orders[0].endless
+
+    @property
+    def digest(self) -> str:
+        """The name by which receipts name the reader: that of its order, or of the orders of all sources."""
+        if self.mixing is None:
+            return self.identity.digest
+        return f"{derive_key(' '.join(one.digest for one in self.orders))[0]:016x}"
+
+    @property
     def segment(self) -> Segment:
-        """The segment at hand."""
+        """The current segment."""
         return self.segments[-1]
 
+    @property
+    def lanes(self) -> Int64Array:
+        """The lanes whose frontiers it holds, ascending: int64, shape (held,)."""
+        return lanes_of(self.segment, Intervals.empty() if self.held is None else self.held.ranks)
+
+    @property
+    def frontiers(self) -> dict[int, Frontier]:
+        """Lane → frontier, for each lane whose frontier it holds."""
+        held = self.held
+        return (
+            {}
+            if held is None
+            else dict(zip(self.lanes.tolist(), zip(held.done, held.offsets, strict=True), strict=True))
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the state of the whole job, and not a part."""
+        return self.held is None or self.held.ranks.size == self.segment.world_size
+
+    @property
+    def is_start(self) -> bool:
+        """Whether nothing of the epoch was read."""
+        held = self.held
+        moved = held is not None and (any(held.done) or any(held.offsets))
+        return self.step == 0 and not self.bases and len(self.segments) == 1 and not moved
+
     def to_plain(self) -> dict[str, object]:
-        """Return the state as JSON-able values."""
-        return {"format": FORMAT, **to_plain(self)}
+        """Return the state as JSON-able values. It has ``orders`` and ``bases`` if it is of a mixture, else
+        ``identity`` and ``base``; fields of frontiers only if it holds any."""
+        assert self.source is None, "the state of one source is derived from that of the mixture"
+        plain: dict[str, Any] = {"format": FORMAT, **to_plain(self)}
+        del plain["source"]
+        orders, bases = (plain.pop(name) for name in ("orders", "bases"))
+        for order in orders:
+            if order["maker"] is None:
+                del order["maker"]
+        if self.held is None:
+            del plain["held"], plain["begun"]
+        if self.mixing is None:
+            del plain["mixing"]
+            return {**plain, "identity": orders[0], "base": bases[0] if bases else None}
+        return {**plain, "orders": orders, "bases": bases}
 
     @classmethod
-    def from_plain(cls, plain: object) -> ReaderState:
-        """Return the state that `to_plain` made ``plain`` of; StateError, saying why, where it is none."""
+    def from_plain(cls, plain: object) -> State:
+        """Return the state that `to_plain` made ``plain`` of; StateError, saying why, if it is none."""
         if not isinstance(plain, Mapping):
             raise StateError(f"a reader state is a mapping, got {type(plain).__name__}")
         values = dict(plain)
         if values.pop("format", None) != FORMAT:
             raise StateError(f"a reader state's 'format' is {FORMAT!r}, got {plain.get('format')!r}")
-        found: ReaderState = from_plain(cls, values, "a reader state", error=StateError)
+        if "source" in values:
+            raise StateError("a reader state has no field 'source': this is of one source of a mixture")
+        if "mixing" not in values:
+            values = _as_one(values)
+        try:
+            found: State = from_plain(cls, values, "a reader state", error=StateError)
+        except StateError as error:  # a state of one order names its fields in its own words
+            words = str(error).replace("field 'orders[0]", "field 'identity").replace("field 'bases[0]", "field 'base")
+            raise StateError(str(error) if "mixing" in plain else words) from None
         return found
+
+
+def _as_one(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain fields of a state of one order as those of the class."""
+    values = dict(plain)
+    if wrong := values.keys() & {"orders", "bases"}:
+        raise StateError(f"a reader state, field {min(wrong)!r}: only the state of a mixture has it")
+    if "identity" not in values:
+        raise StateError("a reader state, field 'identity': it is missing")
+    order, base = values.pop("identity"), values.pop("base", None)
+    return {**values, "orders": [order], "bases": [] if base is None else [base]}
+
+
+def depends_on_data(plain: Mapping[str, Any]) -> bool:
+    """Return whether a plain state is of a reader whose consumption depends on the data."""
+    return plain.get("held") is not None
+
+
+def lanes_of(segment: Segment, ranks: Intervals) -> Int64Array:
+    """Return the lanes that ``ranks`` read in ``segment``, ascending: int64.
+
+    Step s gives micro-batch m = m0 + (s - s0) * W + rank, which is of lane m mod L.
+
+    >>> segment = Segment(micro_batch=1, step=0, num_lanes=6, batch_size=1, world_size=3)
+    >>> lanes_of(segment, Intervals.of([(0, 1)])).tolist(), lanes_of(segment, Intervals.of([(1, 3)])).tolist()
+    ([1, 4], [0, 2, 3, 5])
+    """
+    world_size = segment.world_size
+    reads = np.concatenate([np.zeros(0, np.int64), *(np.arange(start, stop) for start, stop in ranks)])
+    turns = np.arange(segment.num_lanes // world_size, dtype=np.int64)[:, None] * world_size
+    return np.asarray((turns + np.sort((reads + segment.micro_batch) % world_size)).reshape(-1), np.int64)
+
+
+def inside(rest: Rest, identity: Identity, begun: tuple[Begun, ...]) -> tuple[Begun, ...]:
+    """Return those of ``begun`` whose positions are in ``rest``."""
+    kept = []
+    for epoch in dict.fromkeys(one.epoch for one in begun):
+        left, here = rest.of(epoch, identity.rows_of(epoch)), [one for one in begun if one.epoch == epoch]
+        at = np.searchsorted(left.starts, [one.position for one in here], side="right") - 1
+        kept += [one for one, which in zip(here, at, strict=True) if which >= 0 and one.position < left.stops[which]]
+    return tuple(kept)

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
-from torch.utils.data._utils.pin_memory import pin_memory
-
 from lakeckpt.core.receipts import Receipt
+from lakeckpt.data.base.torch_private import collate, default_collate_fn_map, pin_memory
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.columns.ragged import Ragged
 

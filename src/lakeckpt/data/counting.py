@@ -7,15 +7,14 @@ of the loader, and asks for nothing that would have to be counted first. The mod
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from lakeckpt.core.flows.state import FlowState
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.counters import READERS, Facts, ReaderCounters
-from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.progress import Progress
+from lakeckpt.data.place.versions import Versions
 from lakeckpt.lake.table.index import TableIndex
 
 if TYPE_CHECKING:
@@ -36,14 +35,14 @@ class Counting:
 
     def begin(self, loader: LakeLoader) -> ReaderCounters:
         """Return the counters for an iteration of ``loader`` that begins."""
-        self.counters.name, self.counters.rank = _names_of(loader)[0], loader.topology[0]
+        self.counters.name, self.counters.rank = loader._progress.deliveries.name or _UNNAMED, loader.topology[0]
         if not self._is_followed:
             self._is_followed = True
             READERS.follow(loader, self.counters, look)
         return self.counters
 
     def reads(self, reading: Any) -> Any:
-        """Note that batches come from ``reading``, which has a property ``ready``, and return it."""
+        """Note that batches come from ``reading``, which may have a property ``ready``, and return it."""
         self._reading = weakref.ref(reading)
         return reading
 
@@ -51,56 +50,46 @@ class Counting:
     def ready(self) -> int | None:
         """Micro-batches that would come without a wait."""
         reading = None if self._reading is None else self._reading()
-        return None if reading is None else reading.ready
+        return getattr(reading, "ready", None)
 
 
 def look(loader: LakeLoader) -> Facts:
     """Return what is known of ``loader`` now. Any thread may call it."""
-    name, every = _names_of(loader)
-    datasets: Mapping[str, Any] = getattr(loader.dataset, "sources", {})
-    indexes = [one._versions.at_hand.table.index for one in datasets.values()] or [
-        loader.dataset._versions.at_hand.table.index
-    ]
+    progress: Progress = loader._progress
+    name, state = progress.deliveries.name or _UNNAMED, progress.runs.glance()
     epochs: dict[str, float] = {}
     skipped: dict[tuple[str, str], int] = {}
-    for (reader, progress), index in zip(every.items(), indexes, strict=True):
-        state = _state_of(progress)
-        epochs[reader] = float(progress.epoch) if state is None or progress.over else _epochs(state)
-        skipped |= {(reader, reason): rows for reason, rows in _skipped(state, index)}
+    for reader, seen, versions in _tables(loader, name, state):
+        epochs[reader] = float(progress.epoch) if seen is None or progress.over else _epochs(seen)
+        skipped |= {(reader, reason): rows for reason, rows in _skipped(seen, versions.at_hand.table.index)}
     return Facts(name=name, ready=loader._counting.ready, epochs=epochs, skipped=skipped)
 
 
-def _names_of(loader: LakeLoader) -> tuple[str, dict[str, Progress]]:
-    """Return the name of a loader, and the place of each reader that it has, by the manager's names for them."""
-    progress: Any = loader._progress
-    if not isinstance(progress, MixedProgress):
-        name = progress.deliveries.name or _UNNAMED
-        return name, {name: progress}
-    suffixes = [f".{name}" for name in progress.mixing.names]
-    name = progress.sources[0].deliveries.name.removesuffix(suffixes[0]) or _UNNAMED
-    return name, {name + suffix: one for suffix, one in zip(suffixes, progress.sources, strict=True)}
+def _tables(loader: LakeLoader, name: str, state: State | None) -> Iterator[tuple[str, State | None, Versions]]:
+    """Yield (name, state as it is seen there, versions) of each table that ``loader``, called ``name``, reads."""
+    sources = getattr(loader.dataset, "sources", None)
+    if sources is None:
+        yield name, state, loader.dataset._versions
+        return
+    for number, (source, one) in enumerate(sources.items()):
+        yield f"{name}.{source}", None if state is None else state.of(number), one.versions
 
 
-def _state_of(progress: Progress) -> ReaderState | FlowState | None:
-    """Return the state of all that was delivered, or of the end of an epoch; None before the first iteration."""
-    state, reached = progress._state, progress._reached
-    return state.moved(step=reached) if isinstance(state, ReaderState) and state.step != reached else state
-
-
-def _epochs(state: ReaderState | FlowState) -> float:
-    """Return how many epochs the job has consumed: 2.25 is a quarter of the third. Of a flow, whole epochs."""
-    if isinstance(state, FlowState):
+def _epochs(state: State) -> float:
+    """Return how many epochs the job has consumed: 2.25 is a quarter of the third. Whole epochs, if each rank knows its
+    own lanes alone."""
+    if state.held is not None:
         return float(state.epoch)
     rest = Plan(state).rest(state.step)
     left = sum(one.positions.size / state.identity.rows_of(one.epoch) for one in rest.begun if one.positions)
     return rest.next_epoch - left
 
 
-def _skipped(state: ReaderState | FlowState | None, index: TableIndex) -> Iterator[tuple[str, int]]:
+def _skipped(state: State | None, index: TableIndex) -> Iterator[tuple[str, int]]:
     """Yield (reason, rows) for the rows of the table version that an epoch leaves out."""
     if index.excluded:
         yield "excluded", sum(_existing(index, group) for group in index.excluded)
-    if not isinstance(state, ReaderState):
+    if state is None:
         return
     identity = state.identity
     if identity.selection and not identity.tokens:

@@ -13,12 +13,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lakeckpt.core.consumption import consumed
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import Plan, consumed
+from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.loader import LakeLoader
+from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing.attempts import Topology
 from lakeckpt.testing.observed import Observed, Violation
@@ -139,7 +141,7 @@ class Job:
             epochs = [loader.epoch for loader in self.loaders if hasattr(loader, "epoch")]
             if not self.endless and any(epoch != self.epoch for epoch in epochs):
                 raise Violation(f"epoch {self.epoch} comes next, but the ranks' loader.epoch are {epochs}")
-            self._plan = Plan(ReaderState.from_plain(self.loaders[0].state_dict()))
+            self._plan = Plan(State.from_plain(self.loaders[0].state_dict()))
         for loader in self.loaders:
             if not self.tracked and not self.endless and getattr(loader, "num_workers", None):
                 loader.dataset.set_epoch(self.epoch)  # as a training loop must, over the workers of such a loader
@@ -212,9 +214,9 @@ class Job:
             going = self._iterators and rank not in self._ended
             if receipt is not None and going and _as_json(loader.state_dict(at=receipt)) != states[rank]:
                 raise Violation(f"rank {rank}: state_dict(at=last_receipt) is not state_dict(): {states[rank]}")
-        self._check_consumed(ReaderState.from_plain(states[0]))
+        self._check_consumed(State.from_plain(states[0]))
 
-    def _check_consumed(self, state: ReaderState) -> None:
+    def _check_consumed(self, state: State) -> None:
         claimed = consumed(state)
         epochs = set(claimed) if state.identity.endless else {state.epoch}
         for epoch in epochs:
@@ -246,6 +248,8 @@ class Job:
 
 def _dataset_of(loader: Any) -> LakeDataset:
     found = loader if isinstance(loader, LakeDataset) else getattr(loader, "dataset", None)
+    if isinstance(found, MixedDataset):
+        raise ConfigError("the law is of loaders of one dataset, got one of a mixture: check each source by itself")
     if not isinstance(found, LakeDataset):
         raise ConfigError(
             "make_loader(rank, world_size, num_workers, **options) must return a LakeLoader, a LakeDataset, or a "

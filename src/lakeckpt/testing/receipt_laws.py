@@ -16,11 +16,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from lakeckpt.core.consumption import consumed
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import EpochLayout
-from lakeckpt.core.plan import Plan, consumed
+from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.testing.observed import Violation
 
@@ -114,7 +115,7 @@ def planned_drop(plan: Plan) -> int:
     return min(most, plan.state.identity.rows - dealt(plan).size) if most else 0
 
 
-def most_dropped(state: ReaderState) -> int:
+def most_dropped(state: State) -> int:
     """Return how many rows the epoch of ``state`` drops at most.
 
     Each lane drops less than a micro-batch and a row. The micro-batches that do not fill a step of all ranks are

@@ -19,8 +19,9 @@ from typing import TypeVar
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lakeckpt.data.base.torch_private import job_store
 from lakeckpt.errors import LakeckptError, MissingRanksError
 from lakeckpt.tracking.notes import LEFT, STOPPED, Note, error_to_text
 from lakeckpt.tracking.peers import PROCESS, Peers, own_process
@@ -257,10 +258,9 @@ def exchange_of_group(group: dist.ProcessGroup | None, *, timeout_s: float) -> E
     ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
     if len(ranks) == 1:
         return Exchange()
-    store = _get_default_store()  # torch has no public name for the store of the job
     name = blake2b(" ".join(map(str, ranks)).encode(), digest_size=8).hexdigest()
     return StoreExchange(
-        PrefixStore(f"lakeckpt/{name}", store),
+        PrefixStore(f"lakeckpt/{name}", job_store(len(ranks))),
         rank=dist.get_rank(group),
         world_size=len(ranks),
         timeout_s=timeout_s,

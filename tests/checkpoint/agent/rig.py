@@ -10,7 +10,8 @@ from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.orders import Bye, Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.arena import Arena
-from lakeckpt.checkpoint.arena.contents import Documents, TensorPlace, TensorTable
+from lakeckpt.checkpoint.arena.checksums import checked
+from lakeckpt.checkpoint.arena.contents import Documents, TensorPlace, TensorTable, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaLayout
 from lakeckpt.checkpoint.arena.slices import SlicePlan, plan_slices
@@ -49,7 +50,6 @@ def make_arena(folder: str | Path, rank: int = 0, world_size: int = 1, *, genera
         identity=identity_of(DIGEST, rank=rank, world_size=world_size),
         plan=slices.digest,
         data_bytes=slices.data_bytes,
-        slice_bytes=slices.slice_bytes,
         documents_bytes=8192,
         generations=generations,
     )
@@ -66,11 +66,20 @@ def fill(arena: Arena, step: int, *, attempt: int = 0, common: int | None = None
         start, size = slices.places[spec.key]
         filling.data[start : start + size] = data
         places[spec.key] = TensorPlace(spec=spec, start=start)
-    for number in range(arena.layout.num_slices):
-        filling.filled(number)
     trees = {RANDOM: b"random of rank %d" % rank, "m": b"tree of step %d" % step}
     documents = Documents(trees=trees, table=TensorTable(places=places))
     filling.complete(step=step, attempt=str(attempt), cut=bytes(16), documents=documents.to_bytes())
+
+
+def take_checksums(folder: str | Path) -> None:
+    """Do what agents do that have nothing else to do, for all generations in a folder."""
+    arenas = ArenaFolder(folder)
+    for info in arenas.found():
+        with arenas.open(info.name) as arena:
+            for step in info.steps:
+                with arena.hold(step) as held:
+                    assert held is not None
+                    checked(contents_of(held))
 
 
 def begin(storage: Storage, *, slot: int = 0, world_size: int = 1) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lakeckpt.checkpoint.agent.final_save import FINAL, agree_on_final_save, final_folder
+from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.orders import Dropped, Order, Outcome
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
@@ -21,7 +22,7 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.errors import ArenaError, StorageError
 from lakeckpt.lake.storage.base import Buffer, Storage
 from lakeckpt.tracking.waiting import SystemWaiter
-from tests.checkpoint.agent.rig import SETTINGS, Desk, begin, content, fill, make_arena
+from tests.checkpoint.agent.rig import SETTINGS, Desk, begin, content, fill, make_arena, take_checksums
 from tests.checkpoint.rig import EventWaiter, MemoryStorage, good, run_ranks
 from tests.faults.faulty_storage import Fault, FaultyStorage
 from tests.patience import PATIENCE_S
@@ -242,13 +243,59 @@ def test_a_cut_that_is_gone_says_nothing_of_what_earlier_ones_wrote(tmp_path: Pa
         assert desk.said() == [(3, "save_skipped")] and desk.persister._publisher._earlier is earlier
 
 
-def test_memory_that_is_not_as_it_was_captured_is_committed_by_none(tmp_path: Path) -> None:
+def test_an_agent_with_nothing_to_persist_takes_the_checksums_of_the_newest_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, looked = MemoryStorage(), threading.Event()
+    begin(storage)
+    desk = Desk(storage, tmp_path, EventWaiter(storage))
+    look_over = Generations.look_over
+
+    def look(generations: Generations, goes_on: Callable[[], bool]) -> None:
+        look_over(generations, goes_on)
+        looked.set()
+
+    monkeypatch.setattr(Generations, "look_over", look)
+    with make_arena(tmp_path) as arena:
+        fill(arena, 3), fill(arena, 4)
+        desk.persister.start()
+        assert looked.wait(PATIENCE_S)
+        for step, is_hashed in ((4, True), (3, False)):
+            with arena.hold(step) as held:
+                assert held is not None and (held.checksums() is not None) == is_hashed
+        desk.persister.leave()
+        assert desk.persister.join()
+
+
+@pytest.mark.parametrize("why", ["it was made anew", "it was removed"])
+def test_an_arena_that_was_made_anew_is_saved_with_its_own_checksums(tmp_path: Path, why: str) -> None:
+    """A state grew, or somebody emptied the folder, while the agent lives and has the arena before mapped."""
+    storage = MemoryStorage()
+    begin(storage)
+    desk = Desk(storage, tmp_path, EventWaiter(storage))
+    desk.persister.start()
+    for number, step in enumerate((4, 8, 12)):
+        if why == "it was removed":
+            for path in tmp_path.glob("*.arena"):
+                path.unlink()
+        with make_arena(tmp_path) as arena:
+            fill(arena, step)
+            desk.settled.clear()
+            desk.order(step, number)
+            assert desk.settled.wait(PATIENCE_S)
+    desk.persister.leave()
+    assert desk.persister.join()
+    assert desk.said() == [(4, ""), (8, ""), (12, "")] and committed(storage) == [4, 8, 12] and holds(storage, 12)
+
+
+def test_memory_that_is_not_as_its_checksums_say_is_committed_by_none(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage, world_size=2)
     desks, _ = ranks(storage, tmp_path, 2)
     for rank, desk in enumerate(desks):
         arena = make_arena(tmp_path, rank, 2)
         fill(arena, 4)
+        take_checksums(tmp_path)
         if rank == 1:
             with arena.hold(4) as held:
                 assert held is not None
@@ -257,7 +304,7 @@ def test_memory_that_is_not_as_it_was_captured_is_committed_by_none(tmp_path: Pa
         desk.persister.leave()
     finish(desks)
     assert committed(storage) == [] and [desk.said() for desk in desks] == [[(4, "save_failed")]] * 2
-    assert all("slice 0 of step 4 is not what was written" in desk.outcomes[0].text for desk in desks)
+    assert all("leaf 0 of step 4 is not what was written" in desk.outcomes[0].text for desk in desks)
 
 
 def ranks(

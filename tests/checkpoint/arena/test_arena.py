@@ -35,7 +35,6 @@ def layout(**changes: object) -> ArenaLayout:
         "identity": ArenaIdentity(run=b"r" * 16, rank=1, world=4),
         "plan": b"p" * 16,
         "data_bytes": SLICE * SLICES - 7,
-        "slice_bytes": SLICE,
         "documents_bytes": 300,
     }
     return ArenaLayout(**{**told, **changes})  # type: ignore[arg-type]
@@ -50,11 +49,15 @@ def stamp(step: int, number: int) -> bytes:
     return (step * 100 + number).to_bytes(8, "big") * 8 if size == SLICE else bytes([step % 251] * size)
 
 
+def stamps(step: int) -> bytes:
+    """What a generation holds at a step."""
+    return b"".join(stamp(step, number) for number in range(SLICES))
+
+
 def fill(filling: Filling, step: int) -> None:
     for number in range(SLICES):
         data = stamp(step, number)
         filling.data[number * SLICE : number * SLICE + len(data)] = data
-        filling.filled(number)
 
 
 def capture(arena: Arena, step: int, common: int | None = None) -> bool:
@@ -72,8 +75,7 @@ def check(arena: Arena, step: int) -> None:
         assert held is not None
         assert held.record.cut == bytes([step]) * 16
         assert held.documents() == f"documents {step}".encode()
-        for number in range(SLICES):
-            assert bytes(held.slice(number)) == stamp(step, number)
+        assert bytes(held.data) == stamps(step)
 
 
 @pytest.fixture
@@ -197,7 +199,6 @@ def test_a_crash_at_any_write_leaves_the_newest_cut_or_the_one_before(
                 data = stamp(step, number)
                 filling.data[number * SLICE : number * SLICE + len(data)] = data
                 crash()
-                filling.filled(number)
             filling.complete(step=step, attempt="a", cut=bytes([step]) * 16, documents=f"documents {step}".encode())
             newest = step
             crash()
@@ -233,8 +234,7 @@ def test_what_is_needed_is_never_written_to(actions: list[tuple[str, int]]) -> N
                 elif action == "release" and holds:
                     holds.pop(0)[0].__exit__(None, None, None)
                 for _, held in holds:
-                    for number in range(SLICES):
-                        assert bytes(held.slice(number)) == stamp(held.record.step, number)
+                    assert bytes(held.data) == stamps(held.record.step)
                 kept = {record.step for record in arena.complete()}
                 assert step in kept or not step
                 assert common in kept or not common
@@ -298,25 +298,11 @@ def test_what_an_attempt_before_has_captured_of_a_step_goes_last(folder: ArenaFo
         assert [(one.step, one.attempt) for one in arena.complete()] == [(6, "1"), (5, "1"), (4, "1"), (4, "0")]
 
 
-def test_a_generation_is_complete_only_when_all_of_it_was_filled(folder: ArenaFolder) -> None:
-    with made(folder) as arena:
-        filling = arena.begin()
-        assert filling is not None
-        filling.filled(0)
-        with pytest.raises(ValueError, match="were not filled"):
-            filling.complete(step=1, attempt="a", cut=b"c" * 16, documents=b"")
-        filling.abandon()
-        assert arena.complete() == []
-        assert capture(arena, 1)
-
-
 def test_what_is_completed_while_another_one_is_begun_is_not_begun_anew(folder: ArenaFolder) -> None:
     with made(folder) as arena:
         assert capture(arena, 1)
         first = arena.begin(common=1)
         assert first is not None
-        for number in range(arena.layout.num_slices):
-            first.filled(number)
         how = {"step": 2, "attempt": "a", "cut": CUT, "documents": b""}
         copier = threading.Thread(target=first.complete, kwargs=how)
         records = arena._records
@@ -343,8 +329,6 @@ def test_two_generations_may_be_filled_and_the_newest_complete_one_is_spared(fol
         assert arena.begin(common=1) is None
         assert [one.step for one in arena.complete()] == [1]
         for step, filling in ((2, first), (3, second)):
-            for number in range(arena.layout.num_slices):
-                filling.filled(number)
             filling.complete(step=step, attempt="a", cut=CUT, documents=b"")
         assert [one.step for one in arena.complete()] == [3, 2, 1]
         first, second = arena.begin(common=3), arena.begin(common=3)
@@ -373,12 +357,11 @@ def test_what_does_not_fit_is_refused_and_costs_nothing_else(
         assert capture(arena, 2)
 
 
-@pytest.mark.parametrize("place", ["data", "documents", "record", "sequence", "superblock"])
+@pytest.mark.parametrize("place", ["documents", "record", "sequence", "superblock"])
 def test_damage_is_noticed(folder: ArenaFolder, place: str) -> None:
     with made(folder) as arena:
         assert capture(arena, 1)
         at = {
-            "data": arena.layout.data_at(0) + 70,
             "documents": arena.layout.documents_at(0) + 1,
             "record": arena.layout.record_at(0) + 60,
             "sequence": arena.layout.sequence_at(0),
@@ -400,8 +383,8 @@ def test_damage_is_noticed(folder: ArenaFolder, place: str) -> None:
             assert held is None
             return
         assert held is not None
-        with pytest.raises(ArenaDamaged, match="slice 1 of step 1" if place == "data" else "its documents of step 1"):
-            held.slice(1) if place == "data" else held.documents()
+        with pytest.raises(ArenaDamaged, match="its documents of step 1"):
+            held.documents()
 
 
 def test_one_process_fills_an_arena_and_another_may_when_it_is_gone(folder: ArenaFolder) -> None:
@@ -459,9 +442,7 @@ def test_a_killed_process_leaves_a_complete_cut_to_the_next_one(folder: ArenaFol
         with folder.open(info.name, writes=True) as arena:
             for record in arena.complete():
                 with arena.hold(record.step) as held:
-                    assert held is not None
-                    for number in range(SLICES):
-                        held.slice(number)
+                    assert held is not None and bytes(held.data) == stamps(record.step)
             assert capture(arena, 200)
             check(arena, 200)
     finally:
@@ -574,7 +555,7 @@ def test_a_file_system_whose_files_need_names_is_refused(folder: ArenaFolder, mo
 
 def test_an_arena_that_does_not_fit_is_refused_with_what_it_takes(folder: ArenaFolder) -> None:
     with pytest.raises(ArenaError, match=r"3 generations of 1048576\.00 GiB"):
-        folder.create(layout(data_bytes=2**50, slice_bytes=2**30))
+        folder.create(layout(data_bytes=2**50))
     assert folder.found() == []
 
 

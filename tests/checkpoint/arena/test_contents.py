@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lakeckpt.checkpoint.arena import checksums, contents, layout
 from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.arena.checksums import checked, look_over
 from lakeckpt.checkpoint.arena.contents import Documents, TensorPlace, TensorTable, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.checkpoint.arena.slices import plan_slices
+from lakeckpt.checkpoint.format import digests
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.errors import ArenaDamaged, WireError
@@ -27,6 +30,7 @@ SPECS = [
     TensorSpec(key="optimizer/step", dtype="complex64", shape=()),
 ]
 PLAN = plan_slices({one.key: one.size_bytes for one in SPECS}, slice_bytes=64)
+LEAF = 64
 BYTES = {one.key: bytes((at * 50 + n) % 256 for n in range(one.size_bytes)) for at, one in enumerate(SPECS)}
 
 
@@ -42,38 +46,40 @@ def documents(**changes: Any) -> Documents:
 
 
 @pytest.fixture
-def arena(tmp_path: Path) -> Iterator[Arena]:
-    layout = ArenaLayout(
+def arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arena]:
+    """An arena with small leaves."""
+    for module in (checksums, contents, digests, layout):
+        monkeypatch.setattr(module, "LEAF_BYTES", LEAF)
+    made_for = ArenaLayout(
         identity=ArenaIdentity(run=b"r" * 16, rank=0, world=1),
         plan=PLAN.digest,
         data_bytes=PLAN.data_bytes,
-        slice_bytes=PLAN.slice_bytes,
         documents_bytes=4096,
     )
-    with ArenaFolder(tmp_path / "arenas").create(layout) as made:
+    with ArenaFolder(tmp_path / "arenas").create(made_for) as made:
         yield made
 
 
-def capture(arena: Arena, document: bytes) -> None:
+def capture(arena: Arena, document: bytes, *, hashed: bool = True) -> None:
     filling = arena.begin()
     assert filling is not None
     for key, data in BYTES.items():
         at = PLAN.places[key][0]
         filling.data[at : at + len(data)] = data
-    for number in range(len(PLAN.slices)):
-        filling.filled(number)
     filling.complete(step=3, attempt="a", cut=b"c" * 16, documents=document)
+    if hashed:
+        look_over(arena, lambda: True)
 
 
 def test_a_generation_is_read_as_it_was_written(arena: Arena) -> None:
     capture(arena, documents().to_bytes())
     with arena.hold() as held:
         assert held is not None
-        contents = contents_of(held)
-        assert contents.documents == documents()
-        assert contents.specs == {one.key: one for one in SPECS}
-        assert {key: contents.read(key) for key in contents.specs} == BYTES
-        contents.verify()
+        found = contents_of(held)
+        assert found.documents == documents()
+        assert found.specs == {one.key: one for one in SPECS}
+        assert {key: found.read(key) for key in found.specs} == BYTES
+        found.verify()
 
 
 def memory(size_bytes: int, offset: int) -> memoryview:
@@ -102,44 +108,44 @@ def test_a_changed_byte_of_what_is_copied_is_noticed_and_one_of_another_leaf_is_
     into = memory(len(BYTES["model/half"]), offset)
     with arena.hold() as held:
         assert held is not None
-        contents, at = contents_of(held), arena.layout.data_at(held.number)
-        place = contents.documents.table.places["model/half"]
-        held_by = range(place.start // PLAN.slice_bytes, (place.stop - 1) // PLAN.slice_bytes + 1)
+        found, at = contents_of(held), arena.layout.data_at(held.number)
+        place = found.documents.table.places["model/half"]
+        held_by = range(place.start // LEAF, (place.stop - 1) // LEAF + 1)
         for byte in range(arena.layout.data_bytes):
             arena.memory[at + byte] ^= 1
             try:
-                contents.fill({"model/half": into})
+                found.fill({"model/half": into})
                 noticed = False
             except ArenaDamaged:
                 noticed = True
-            assert noticed == (byte // PLAN.slice_bytes in held_by)
+            assert noticed == (byte // LEAF in held_by)
             with pytest.raises(ArenaDamaged):
-                contents.verify()
+                found.verify()
             arena.memory[at + byte] ^= 1
-        contents.verify()
+        found.verify()
 
 
 def test_an_arena_that_is_cut_short_is_damaged(arena: Arena) -> None:
     capture(arena, documents().to_bytes())
     with arena.hold() as held:
         assert held is not None
-        contents = contents_of(held)
+        found = contents_of(held)
         os.ftruncate(arena._descriptor, arena.layout.data_at(held.number))
         with pytest.raises(ArenaDamaged, match="byte 0 of step 3 is not what was written"):
-            contents.fill({"model/weight": memoryview(bytearray(len(BYTES["model/weight"])))})
+            found.fill({"model/weight": memoryview(bytearray(len(BYTES["model/weight"])))})
 
 
-def test_of_a_damaged_slice_only_the_tensors_in_it_are_refused(arena: Arena) -> None:
+def test_of_a_damaged_leaf_only_the_tensors_in_it_are_refused(arena: Arena) -> None:
     capture(arena, documents().to_bytes())
     arena._put(arena.layout.data_at(0) + 100, b"\xee")  # of the weight, which ends at 140
     with arena.hold() as held:
         assert held is not None
-        contents = contents_of(held)
+        found = contents_of(held)
         with pytest.raises(ArenaDamaged, match="leaf 1 of step 3"):
-            contents.read("model/weight")
-        assert contents.read("optimizer/step") == BYTES["optimizer/step"] and contents.read("model/none") == b""
-        with pytest.raises(ArenaDamaged, match="slice 1 of step 3"):
-            contents.verify()
+            found.read("model/weight")
+        assert found.read("optimizer/step") == BYTES["optimizer/step"] and found.read("model/none") == b""
+        with pytest.raises(ArenaDamaged, match="leaf 1 of step 3"):
+            found.verify()
 
 
 def _table(*rows: Any) -> bytes:
@@ -183,30 +189,28 @@ def test_digests_are_those_of_the_contents_wherever_they_lie(tmp_path: Path) -> 
         key: TensorPlace(spec=TensorSpec(key=key, dtype="uint8", shape=(size,)), start=plan.places[key][0])
         for key, size in sizes.items()
     }
-    layout = ArenaLayout(
+    made_for = ArenaLayout(
         identity=ArenaIdentity(run=b"r" * 16, rank=0, world=1),
         plan=plan.digest,
         data_bytes=plan.data_bytes,
-        slice_bytes=plan.slice_bytes,
         documents_bytes=4096,
         generations=2,
     )
-    with ArenaFolder(tmp_path / "arenas").create(layout) as arena:
+    with ArenaFolder(tmp_path / "arenas").create(made_for) as arena:
         filling = arena.begin()
         assert filling is not None
         filling.data[:] = os.urandom(plan.data_bytes)
-        for number in range(layout.num_slices):
-            filling.filled(number)
         made = Documents(trees={}, table=TensorTable(places=places))
         filling.complete(step=1, attempt="0", cut=bytes(16), documents=made.to_bytes())
         with arena.hold() as held:
             assert held is not None
-            contents = contents_of(held)
-            contents.verify()
-            assert contents.leaves() == {key: leaf_digests(contents.read(key), LEAF_BYTES) for key in sizes}
-            arena.memory[layout.data_at(0) + places["leaves"].start + 3 * LEAF_BYTES] ^= 1
+            assert contents_of(held).leaves() == checked(contents_of(held)).leaves()
+            found = contents_of(held)
+            found.verify()
+            assert found.leaves() == {key: leaf_digests(found.read(key), LEAF_BYTES) for key in sizes}
+            arena.memory[made_for.data_at(0) + places["leaves"].start + 3 * LEAF_BYTES] ^= 1
             with pytest.raises(ArenaDamaged):
                 contents_of(held).verify()
-            # The checksums of the capture were taken for it, not the memory.
+            # The checksums were taken before, and not of the memory as it is now.
             now = held.data[places["leaves"].start :][: sizes["leaves"]]
-            assert contents.leaves()["leaves"] != leaf_digests(now, LEAF_BYTES)
+            assert found.leaves()["leaves"] != leaf_digests(now, LEAF_BYTES)

@@ -6,7 +6,7 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -19,20 +19,16 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lakeckpt.checkpoint.arena.checksummer import Checksummer
-from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.capture import engine as engine_module
 from lakeckpt.checkpoint.capture import moves, slice_copier
 from lakeckpt.checkpoint.capture import samples as samples_module
 from lakeckpt.checkpoint.capture import store as store_module
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.links import Batch
 from lakeckpt.checkpoint.capture.samples import Samples
-from lakeckpt.checkpoint.capture.slice_copier import Checksums
-from lakeckpt.errors import CaptureWarning, SaveFailed, UnannouncedChange
-from tests.checkpoint.arena.summing import summing
+from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
+from lakeckpt.errors import SaveFailed, UnannouncedChange
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
 from tests.checkpoint.capturing.reading import CUT, IDENTITY
 from tests.checkpoint.capturing.stamped import Stamped, Stamper, check_stamps
@@ -42,7 +38,7 @@ SLICE_BYTES = 256
 
 
 class Steps:
-    """Lets the copier take one small step at a time: half a piece, a slice, a checksum."""
+    """Lets the copier take one small step at a time: half a piece, or a slice."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -85,7 +81,7 @@ class Steps:
 
 def stepping(engine: CaptureEngine, steps: Steps) -> None:
     """Have the engine's copier take its steps one by one."""
-    do, run, checksums_of = engine._copier.do, engine._run, engine._checksums_of
+    do, run, slices_of = engine._copier.do, engine._run, engine._slices_of
 
     def stepped_do(job: Callable[[], None]) -> None:
         with steps.changed:
@@ -98,19 +94,19 @@ def stepping(engine: CaptureEngine, steps: Steps) -> None:
             steps.idle = True
             steps.changed.notify_all()
 
-    def stepped_checksums_of(*of: Any) -> Checksums:
-        checksums = checksums_of(*of)
-        take = checksums.take
+    def stepped_slices_of(*of: Any) -> SliceCopier:
+        slices = slices_of(*of)
+        next_bytes = slices._next_bytes
 
-        def stepped_take(numbers: Sequence[int], *, from_device: bool) -> None:
+        def stepped_next_bytes() -> int | None:
             steps.point()
-            take(numbers, from_device=from_device)
+            return next_bytes()
 
-        checksums.take = stepped_take  # type: ignore[method-assign]
-        return checksums
+        slices._next_bytes = stepped_next_bytes  # type: ignore[method-assign]
+        return slices
 
     engine._copier.do, engine._run = stepped_do, stepped_run  # type: ignore[method-assign]
-    engine._checksums_of = stepped_checksums_of  # type: ignore[method-assign]
+    engine._slices_of = stepped_slices_of  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -216,7 +212,7 @@ def test_without_the_fence_changes_are_noticed_and_unnoticed_they_would_be_mixtu
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the test above would find: it is no test if it cannot fail."""
-    todo = [("train", 0), ("copy", 8), ("train", 0)]
+    todo = [("train", 0), ("copy", 9), ("train", 0)]
     with pytest.raises(UnannouncedChange, match="the capture was dropped"):
         run_actions(ArenaFolder(tmp_path / "one"), todo, fences=False)
     monkeypatch.setattr(slice_copier, "versions_of", lambda _: [])
@@ -261,7 +257,6 @@ def run_device(
     full: bool = False,
     joins: bool = False,
     after_cut: Callable[[CaptureEngine], None] = lambda engine: None,
-    checksummer: Callable[[], Checksummer | None] = lambda: None,
 ) -> set[int]:
     """Train on a simulated device that does ``turns[n]`` pieces of work after step n; the steps that were whole.
 
@@ -278,7 +273,6 @@ def run_device(
         slice_bytes=SLICE_BYTES,
         gate=SlowGate(seed) if seed % 2 else Gate(),
         links={torch.device("cpu"): link},
-        checksummer=checksummer,
     )
     engine._store._joins = joins
     seen: set[int] = set()
@@ -325,41 +319,6 @@ def test_a_device_with_queues_of_its_own_leaves_whole_steps_also_where_its_memor
         patch.setattr(store_module, "_JOINED_BYTES", 3 * SLICE_BYTES)
         seen = run_device(ArenaFolder(Path(name, "arenas")), seed, turns, **how)
     assert 1 in seen
-
-
-@pytest.mark.parametrize("joins", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-def test_checksums_of_another_process_are_those_of_what_came(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, joins: bool
-) -> None:
-    monkeypatch.setattr(engine_module, "_MANY_BYTES", 1)
-
-    def see(engine: CaptureEngine) -> None:
-        assert engine._current is None or engine._current.slices._checksums._agent is checksummer
-        engine.wait()
-
-    with summing(tmp_path / "arenas") as (checksummer, _):
-        folder = ArenaFolder(tmp_path / "arenas")
-        seen = run_device(folder, seed, [20] * 6, joins=joins, after_cut=see, checksummer=lambda: checksummer)
-    assert seen == set(range(1, 8))
-
-
-@pytest.mark.parametrize("dies_at", [0, 1, 3])
-def test_where_that_process_dies_a_capture_is_dropped_with_a_warning_and_this_one_takes_later_checksums(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int
-) -> None:
-    monkeypatch.setattr(engine_module, "_MANY_BYTES", 1)
-    cuts = iter(range(100))
-
-    def kill(engine: CaptureEngine) -> None:
-        if next(cuts) == dies_at:
-            process.kill()
-        engine.wait()
-
-    folder, told = ArenaFolder(tmp_path / "arenas"), r"was dropped\. The copier takes the checksums of later captures"
-    with summing(folder.path) as (checksummer, process), pytest.warns(CaptureWarning, match=told):
-        seen = run_device(folder, 4, [60] * 8, after_cut=kill, checksummer=lambda: checksummer)
-    assert len(seen) == 8 and seen < set(range(1, 10)), "one was dropped"
 
 
 class Behind(SimulatedLink):
@@ -471,11 +430,7 @@ def ahead(tmp_path: Path) -> Iterator[Callable[..., Ahead]]:
         one.close()
 
 
-@pytest.mark.parametrize("summed", [False, True])
-def test_a_host_that_is_an_iteration_ahead_of_its_device_leaves_no_cut_out(
-    ahead: Callable[..., Ahead], summed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "_MANY_BYTES", 1 if summed else 10**9)
+def test_a_host_that_is_an_iteration_ahead_of_its_device_leaves_no_cut_out(ahead: Callable[..., Ahead]) -> None:
     job = ahead()
     for step in range(2, 20, 3):
         assert job.train() and job.train(), "the second begins while the copies of the first are still to come"
@@ -531,10 +486,7 @@ def test_a_gate_that_paces_knows_of_one_capture_at_a_time_and_of_single_slices(a
     assert not paced.engine._store._joins
 
 
-def test_checksums_go_on_in_step_behind_a_capture_that_failed(
-    ahead: Callable[..., Ahead], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "_MANY_BYTES", 1)
+def test_captures_behind_one_that_failed_are_whole(ahead: Callable[..., Ahead]) -> None:
     job = ahead()
     copy = job.link.copy
     for step in range(2, 14, 3):
@@ -556,12 +508,6 @@ def test_checksums_go_on_in_step_behind_a_capture_that_failed(
         with pytest.raises(SaveFailed, match="the device is gone"):
             job.engine.wait()
         assert job.train() and job.train() and {step + 1, step + 2} <= job.seen()
-        assert job.engine._store.arena is not None
-        for kept in (step + 1, step + 2):
-            with job.engine._store.arena.hold(kept) as held:
-                assert held is not None
-                contents = contents_of(held)
-                assert all(len(contents.read(key)) for key in contents.specs), "every checksum is that of its slice"
 
 
 @pytest.mark.parametrize("missing", ["orders", "holds"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -16,39 +16,20 @@ SIZE = 2**17
 """Half of it is as little as is a run of its own."""
 
 
-class Noted:
-    """Stands in for `Checksums`: notes the slices."""
-
-    def __init__(self, taken: list[int]) -> None:
-        self.taken = taken
-
-    def take(self, numbers: Sequence[int], *, from_device: bool) -> None:
-        self.taken += numbers
-
-    def wait(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-
 class Case:
     """Two slices; some bytes of the second come with the first."""
 
     def __init__(self, gate: Gate) -> None:
         self.source = (torch.arange(2 * SIZE) % 251).to(torch.uint8)
         self.to = torch.zeros_like(self.source)
-        self.summed: list[int] = []
-        first, second = Moves(touches=[0, 1]), Moves(touches=[1])
+        first, second = Moves(), Moves()
         cut = SIZE + SIZE // 2
         for moves, start, stop in ((first, 0, SIZE), (first, SIZE, cut), (second, cut, 2 * SIZE)):
             moves.add(self.to[start:stop], self.source[start:stop], None)
-        self.capture = copier_of(self.summed, [first, second], gate, live=[self.source])
+        self.capture = SliceCopier([first, second], gate, live=[self.source])
 
     def check(self) -> None:
-        assert torch.equal(self.to, self.source) and self.summed == [0, 1]
-
-
-def copier_of(summed: list[int], slices: list[Moves], gate: Gate, *, live: list[torch.Tensor]) -> SliceCopier:
-    return SliceCopier(Noted(summed), slices, gate, live=live)  # type: ignore[arg-type]
+        assert torch.equal(self.to, self.source)
 
 
 class Noting(Gate):
@@ -113,5 +94,5 @@ def test_a_fence_that_takes_the_last_slice_after_it_was_admitted_leaves_no_admis
 
 def test_a_capture_without_slices_asks_nothing() -> None:
     gate = Noting()
-    assert copier_of([], [], gate, live=[]).run()
+    assert SliceCopier([], gate, live=[]).run()
     assert gate.said == []

@@ -205,14 +205,14 @@ class Site:
     ) -> int:
         """Start an agent as `AgentLink` does, by a fork."""
         name = agent(rank)
-        orders, outcomes, asked, answers, watched, log = pipes
+        orders, outcomes, watched, log = pipes
 
         def be(_: Points) -> None:
             os.setsid()
             for one, its in ((orders, 0), (outcomes, 1), (log, 2)):
                 os.dup2(one, its)
                 os.close(one)
-            process.main(asked, answers, watched)
+            process.main(watched)
 
         if not (child := os.fork()):
             self._be(name, dooms, modules, be)

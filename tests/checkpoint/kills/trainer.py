@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +25,6 @@ from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent import link
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.bubbles.profile import ProfileKeeper
 from lakeckpt.checkpoint.capture import job, moves
 from lakeckpt.errors import AgentError, MissingRanksError, SaveFailed
 from lakeckpt.tracking.exchange import exchange_of_group
@@ -85,12 +84,6 @@ class Watched:
 
     def __init__(self) -> None:
         self.gate = HalfShut()
-
-    def kept(self, *_: object, **__: object) -> ProfileKeeper:
-        """Nothing was watched, and nothing is written of it."""
-        keeper = ProfileKeeper(lambda: None, "nobody")
-        keeper.begin()
-        return keeper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +178,10 @@ class Trainer:
         if self.ranks > 1:
             dist.all_reduce(torch.ones(1))
 
-    def _start_agent(self, python: str, pipes: Sequence[Connection], *, trainer: int, log: int) -> ForkedAgent:
-        socket.send_fds(self.asks, [ASKS_AGENT], [*(one.fileno() for one in pipes), trainer, log])
+    def _start_agent(
+        self, python: str, orders: Connection, outcomes: Connection, *, trainer: int, log: int
+    ) -> ForkedAgent:
+        socket.send_fds(self.asks, [ASKS_AGENT], [orders.fileno(), outcomes.fileno(), trainer, log])
         return ForkedAgent(int(self.asks.recv(32)))
 
     def _check(self, model: Stamped, optimizer: Stamper, own: Own, step: int) -> None:

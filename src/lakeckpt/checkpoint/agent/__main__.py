@@ -1,6 +1,6 @@
-"""This module runs ``python -m lakeckpt.checkpoint.agent ASKED ANSWERS TRAINER``: an agent, for the calling trainer.
+"""This module runs ``python -m lakeckpt.checkpoint.agent TRAINER``: an agent, for the calling trainer.
 
-The arguments are numbers of inherited file descriptors; see `lakeckpt.checkpoint.agent.process`.
+The argument is the number of an inherited file descriptor; see `lakeckpt.checkpoint.agent.process`.
 """
 
 import os
@@ -9,5 +9,5 @@ import sys
 from lakeckpt.checkpoint.agent.process import main
 
 if __name__ == "__main__":
-    status = main(*map(int, sys.argv[1:4]))
+    status = main(int(sys.argv[1]))
     os._exit(status)  # a thread that waits for a silent store must not keep the process

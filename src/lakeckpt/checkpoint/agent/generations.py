@@ -1,17 +1,18 @@
 """This module finds the complete cuts of a rank in this node's memory.
 
 A trainer may make its arena anew when its state grows. So `Generations` looks for the arena of its rank at each call,
-and keeps it open while it is the same. It only reads, and removes the arena where nobody fills it. Imports without
-torch, and starts no threads.
+and keeps it open while it is the same. It writes only checksums, and removes the arena if nobody fills it. Imports
+without torch, and starts no threads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from lakeckpt.checkpoint.arena.arena import Arena, Held
+from lakeckpt.checkpoint.arena.checksums import look_over
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, GenerationRecord
 from lakeckpt.checkpoint.format.digests import short_digest
@@ -82,6 +83,12 @@ class Generations:
     def cuts(self, attempt: str) -> dict[int, bytes]:
         """Return step → digest of the cut, of the generations of an attempt, as `hold` finds them."""
         return {record.step: record.cut for record in reversed(self._records()) if record.attempt == attempt}
+
+    def look_over(self, goes_on: Callable[[], bool]) -> None:
+        """Take the checksums of the newest generation, if nobody has: `lakeckpt.checkpoint.arena.checksums`."""
+        arena = self._arena()
+        if arena is not None:
+            look_over(arena, goes_on)
 
     def close(self) -> None:
         """Close the arena. It is opened again when it is needed."""

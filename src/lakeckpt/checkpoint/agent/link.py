@@ -13,8 +13,8 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -32,7 +32,6 @@ from lakeckpt.checkpoint.agent.orders import (
     message_from_bytes,
     message_to_bytes,
 )
-from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.errors import AgentError, ArenaError, SaveFailed, WireError
 from lakeckpt.tracking.waiting import SystemWaiter
@@ -55,11 +54,20 @@ class _Child:
     process: subprocess.Popen[bytes]
     orders: Connection
     outcomes: Connection
-    checksummer: Checksummer
     is_ready: bool = False
+    looked_s: float = 0.0
+    """When `has_ended` asked the system last."""
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended, as of the last second: each question is a call of the system, which
+        releases the interpreter's lock. The end of the pipe shows an end at once."""
+        if time.monotonic() - self.looked_s < _LOOK_S:
+            return False
+        self.looked_s = time.monotonic()
+        return self.process.poll() is not None
 
     def hang_up(self) -> None:
-        """Close the pipes, but for those of checksums: the thread that copies may be about to use them."""
+        """Close the pipes."""
         self.orders.close()
         self.outcomes.close()
         if self.process.poll() is None:
@@ -95,13 +103,6 @@ class AgentLink:
     def pid(self) -> int | None:
         """The agent's process."""
         return None if self._child is None else self._child.process.pid
-
-    @property
-    def checksummer(self) -> Checksummer | None:
-        """The requests for checksums of captured slices to this agent; None without an agent. Any thread may read the
-        property."""
-        child = self._child
-        return None if child is None else child.checksummer
 
     def order(self, order: Order, /) -> None:
         """Hand a cut over. An agent that is missing is an outcome, never an error here."""
@@ -150,7 +151,7 @@ class AgentLink:
         waiter = SystemWaiter()
         until_s = waiter.now() + _BYE_S
         while self._unsent and (child := self._child) is not None and (left_s := until_s - waiter.now()) > 0:
-            _has_room(child.orders, left_s)
+            _can(child.orders, select.POLLOUT, left_s)
             self._look()
         self._end()
 
@@ -173,19 +174,16 @@ class AgentLink:
         try:
             theirs_orders, orders = Pipe(duplex=False)
             outcomes, theirs_outcomes = Pipe(duplex=False)
-            theirs_asked, asked = Pipe(duplex=False)
-            answers, theirs_answers = Pipe(duplex=False)
-            theirs = (theirs_orders, theirs_outcomes, theirs_asked, theirs_answers)
-            process = _spawned(self._python, theirs, trainer=trainer, log=log)
-            for one in theirs:
-                one.close()
+            process = _spawned(self._python, theirs_orders, theirs_outcomes, trainer=trainer, log=log)
+            theirs_orders.close()
+            theirs_outcomes.close()
         except (OSError, subprocess.SubprocessError) as error:
             raise AgentError(f"an agent cannot be started with {self._python!r}: {error}") from error
         finally:
             os.close(log)
             if trainer >= 0:
                 os.close(trainer)
-        self._child = _Child(process=process, orders=orders, outcomes=outcomes, checksummer=Checksummer(asked, answers))
+        self._child = _Child(process=process, orders=orders, outcomes=outcomes)
         self._send(self._begin)
         self._send(self._documents)
 
@@ -213,10 +211,10 @@ class AgentLink:
         child = self._child
         if child is None or os.getpid() != self._process:
             return
-        has_ended = child.process.poll() is not None  # before the last bytes are read
+        has_ended = child.has_ended()  # before the last bytes are read
         self._flush()
         try:
-            while child.outcomes.poll():
+            while _can(child.outcomes, select.POLLIN):
                 self._receive(child, message_from_bytes(child.outcomes.recv_bytes()))
         except EOFError:
             has_ended = True
@@ -273,27 +271,28 @@ class AgentLink:
         """Send as much as the agent takes now: an agent that takes nothing does not block training."""
         with contextlib.suppress(OSError):  # `_look` finds that the agent is gone
             while (child := self._child) is not None and self._unsent and os.getpid() == self._process:
-                if not _has_room(child.orders, 0):
+                if not _can(child.orders, select.POLLOUT):
                     return
                 child.orders.send_bytes(message_to_bytes(self._unsent.popleft()))
 
 
-def _has_room(pipe: Connection, timeout_s: float) -> bool:
-    """Wait until a pipe takes a message, at most ``timeout_s``. Returns whether it does."""
+def _can(pipe: Connection, what: int, timeout_s: float = 0.0) -> bool:
+    """Wait until a pipe can be read or written, at most ``timeout_s``. Returns whether it can."""
     waits = select.poll()  # ``select`` refuses descriptors above 1023
-    waits.register(pipe, select.POLLOUT)
+    waits.register(pipe, what)
     return bool(waits.poll(1000 * timeout_s))
 
 
-def _spawned(python: str, pipes: Sequence[Connection], *, trainer: int, log: int) -> subprocess.Popen[bytes]:
+def _spawned(
+    python: str, orders: Connection, outcomes: Connection, *, trainer: int, log: int
+) -> subprocess.Popen[bytes]:
     """Start the process, which imports what this process imports."""
-    orders, outcomes, *checksums = [one.fileno() for one in pipes]
     return subprocess.Popen(
-        [python, "-P", "-m", "lakeckpt.checkpoint.agent", *map(str, (*checksums, trainer))],
-        stdin=orders,
-        stdout=outcomes,
+        [python, "-P", "-m", "lakeckpt.checkpoint.agent", str(trainer)],
+        stdin=orders.fileno(),
+        stdout=outcomes.fileno(),
         stderr=log,
-        pass_fds=[*checksums, *([] if trainer < 0 else [trainer])],
+        pass_fds=() if trainer < 0 else (trainer,),
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": _imported_from()},
     )

@@ -3,7 +3,8 @@
 It takes the trainer's orders one after the other: it locks the generation, agrees with the other ranks through records
 in storage, writes its share, and commits or waits for the commit. Rank 0 leads: it takes the newest order, and writes a
 note for each order that it skips; the other ranks take their orders in sequence and read these notes. A store that
-fails is tried again until a newer order waits or the time is over. Training never waits for any of this.
+fails is tried again until a newer order waits or the time is over. Training never waits for any of this. While there is
+nothing to persist, the thread takes the checksums of the newest cut.
 
 Where the trainer dies, the save under way is finished, and then the final save is made: the newest cut that all ranks
 have complete is persisted, if it is newer than the newest commit. Nothing is written into a run that somebody has
@@ -22,6 +23,7 @@ from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.orders import Bye, Documents, Dropped, Message, Order, Outcome
 from lakeckpt.checkpoint.agent.retrying import RetryingStorage
 from lakeckpt.checkpoint.arena.arena import Held
+from lakeckpt.checkpoint.arena.checksums import checked
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.consumed.pending import pending_from_bytes
 from lakeckpt.checkpoint.format.digests import short_digest
@@ -32,11 +34,14 @@ from lakeckpt.checkpoint.persist.failures import ListeningWaiter, publish_failur
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.persist.records import RecordTalk
 from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
-from lakeckpt.errors import LakeckptError, SaveFailed, SaveSkipped, StorageError
+from lakeckpt.errors import ArenaError, LakeckptError, SaveFailed, SaveSkipped, StorageError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.waiting import Waiter
 
 __all__ = ["Persister"]
+
+_LOOK_S = 0.25
+"""How often the arena is looked at for a cut without checksums."""
 
 
 class Persister:
@@ -133,8 +138,9 @@ class Persister:
 
     def _next(self) -> tuple[Order, Sequence[Order]] | None:
         """Return the order to do next, and the orders that are skipped for it; None where nothing is left to do."""
+        while not self._has_work(_LOOK_S):
+            self._take_checksums()
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._bye)
             waiting, self._waiting = self._waiting, []
             if not waiting or self.is_final:  # the final save is newer than what the trainer ordered
                 return None
@@ -142,6 +148,16 @@ class Persister:
                 return waiting[-1], waiting[:-1]
             self._waiting = waiting[1:]
             return waiting[0], ()
+
+    def _has_work(self, timeout_s: float = 0.0) -> bool:
+        """Wait until there is an order, or the trainer has ended, at most ``timeout_s``. Returns whether that is so."""
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self._waiting or self._bye, timeout_s))
+
+    def _take_checksums(self) -> None:
+        """Take the checksums of the newest generation, until there is something else to do."""
+        with contextlib.suppress(ArenaError, OSError):  # a save, or a restore, reports what is wrong
+            self._generations.look_over(lambda: not self._has_work())
 
     def _limit_time(self) -> None:
         """Begin to count the time of a save. The other ranks wait for this rank as long as a save may take, and have to
@@ -241,7 +257,7 @@ class Persister:
         if isinstance(held, Exception):
             raise held
         if held is not None:
-            return _staged(contents_of(held), order)
+            return _staged(checked(contents_of(held)), order)
         if not self._generations.steps():
             raise SaveFailed(
                 f"step {order.step} was not saved: nothing that rank {self.rank} has captured is in memory any more: "
@@ -296,6 +312,7 @@ class Persister:
                 took_s=took_s,
                 text=self._publisher.remarks.unpruned,
                 lost=self._publisher.remarks.lost,
+                waits=found.waits,
             )
         else:
             kind = found.kind if isinstance(found, LakeckptError) else SaveFailed.kind
@@ -336,7 +353,7 @@ class Persister:
 
 
 def _staged(contents: Contents, order: Order) -> StagedCut:
-    """Return a generation with the digests of its capture. It is verified while it is written."""
+    """Return a generation with its digests. It is verified while it is written."""
     data, leaves = contents.held.data, contents.leaves()
     tensors = {
         key: StagedTensor(spec=one.spec, data=data[one.start : one.stop], leaves=leaves[key])
@@ -351,5 +368,6 @@ def _staged(contents: Contents, order: Order) -> StagedCut:
         staged=Staged(tensors=tensors, trees=trees),
         readers={name: pending_from_bytes(data) for name, data in contents.documents.readers.items()},
         metric=order.metric,
+        waits=order.waits,
         intact=contents.verify,
     )

@@ -5,9 +5,8 @@ session of its own, ignores SIGTERM, SIGINT and the like, and writes to its log 
 ends a save under way. The kernel reports the trainer's death through a pidfd of the trainer; without a pidfd (before
 Linux 5.3), the agent relies on the end of its standard input, which a forked loader worker may delay.
 
-The main thread persists (`persister`). One thread reads orders, one thread takes the checksums of captured slices
-(`lakeckpt.checkpoint.arena.checksummer`); both end with the process. After the last save the agent removes the arena,
-if everything in it is in storage. Imports without torch.
+The main thread persists, and takes the checksums of cuts (`persister`). One thread reads orders, and ends with the
+process. After the last save the agent removes the arena, if everything in it is in storage. Imports without torch.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from multiprocessing.connection import Connection, wait
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.orders import Begin, Bye, Message, Ready, message_from_bytes, message_to_bytes
 from lakeckpt.checkpoint.agent.persister import Persister
-from lakeckpt.checkpoint.arena.checksummer import answer
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.persist.log import LOG
 from lakeckpt.errors import LakeckptError
@@ -39,11 +37,9 @@ _DEATH_S = 5.0
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def main(asked: int, answers: int, trainer: int) -> int:
-    """Be an agent, to its end. ``asked``, ``answers``: pipes for checksums; ``trainer``: a pidfd of the trainer, or -1.
-
-    Returns 0, or 1 where this trainer cannot be served.
-    """
+def main(trainer: int) -> int:
+    """Be an agent, to its end. ``trainer`` is a pidfd of the trainer, or -1. Returns 0, or 1 if this trainer cannot be
+    served."""
     for one in _IGNORED:
         signal.signal(one, signal.SIG_IGN)
     orders, outcomes = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
@@ -82,7 +78,6 @@ def main(asked: int, answers: int, trainer: int) -> int:
         log=lambda text: _log(f"{name}: {text}"),
         linger_s=begin.linger_s,
     )
-    threading.Thread(target=answer, args=(asked, answers, begin.arenas), name="lakeckpt-checksums", daemon=True).start()
     threading.Thread(target=_serve, args=(messages, persister, name), name="lakeckpt-orders", daemon=True).start()
     report(Ready())
     persister.run()

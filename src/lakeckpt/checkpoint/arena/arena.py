@@ -3,12 +3,12 @@
 An arena holds a few generations. `Arena.begin` chooses a generation that nobody needs: never the newest complete one,
 none that somebody reads, and none that another rank may have to go back to. The sequence number of a generation is odd
 from then until the generation is complete. So a process that finds the arena after a crash, at any moment, finds
-complete generations only. A record with checksums for every slice, valid under one sequence number, makes a generation
-complete.
+complete generations only. A record that is valid under the sequence number makes a generation complete. The checksums
+of its data follow behind it: `lakeckpt.checkpoint.arena.checksums` takes them, in the agent.
 
 The memory is a file that outlives its processes (`lakeckpt.checkpoint.arena.folder`). One opening writes, any number
-read: a generation that is read cannot be begun anew. Several threads may fill slices. The module copies nothing into
-an arena, starts no threads and imports no torch.
+read: a generation that is held cannot be begun anew. Several threads may fill a generation. The module copies nothing
+into an arena, starts no threads and imports no torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from types import TracebackType
 from typing import Self
 
 from lakeckpt.checkpoint.arena.filling import Filling, checksum
-from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES, SUPERBLOCK_BYTES, ArenaLayout, GenerationRecord
+from lakeckpt.checkpoint.arena.layout import SUPERBLOCK_BYTES, ArenaLayout, DataChecksums, GenerationRecord
 from lakeckpt.checkpoint.arena.locks import FileLocks
-from lakeckpt.checkpoint.format.digests import leaf_digests
+from lakeckpt.checkpoint.format.digests import DIGEST_BYTES
 from lakeckpt.errors import ArenaDamaged, ArenaError, WireError
 
 __all__ = ["Arena", "Held"]
@@ -100,11 +100,6 @@ class Arena:
         """Whether others can find the arena: its file has not been removed."""
         return os.fstat(self._descriptor).st_nlink > 0
 
-    @property
-    def inode(self) -> int:
-        """The number of the file, which an arena that is made anew under the same name does not share."""
-        return os.fstat(self._descriptor).st_ino
-
     # --- what is complete
 
     def complete(self) -> list[GenerationRecord]:
@@ -132,6 +127,12 @@ class Arena:
             finally:
                 self._release(number)
         yield None
+
+    def newest(self) -> Held | None:
+        """Return the newest complete generation; None if there is none. It is not locked: a capture may begin it anew
+        at any time, and `Held.is_there` is then False."""
+        number, record = max(self._records(), key=lambda one: _age(one[1]), default=(0, None))
+        return None if record is None else Held(arena=self, number=number, record=record)
 
     def _hold(self, number: int) -> bool:
         with self._lock:
@@ -162,8 +163,7 @@ class Arena:
             record = GenerationRecord.from_bytes(bytes(self._view[at : at + self.layout.record_room]))
         except WireError:
             return None  # none was ever written here, or a writer is at it
-        fits = len(record.checksums) == CHECKSUM_BYTES * self.layout.num_leaves
-        fits = fits and record.documents_bytes <= self.layout.documents_bytes
+        fits = record.documents_bytes <= self.layout.documents_bytes
         if not fits or not record.sequence == sequence == self._sequence(number):
             return None
         self._read[number] = record
@@ -273,29 +273,48 @@ class Arena:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
-    """A complete generation that is not written to while it is held."""
+    """A complete generation. If it is held, it is not written to meanwhile."""
 
     arena: Arena
     number: int
     record: GenerationRecord
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the generation was not begun anew. Bytes of it that were read before are then of the cut."""
+        return self.arena._record(self.number) == self.record
+
+    def checksums(self) -> bytes | None:
+        """Return the digests of the leaves of the data, one behind the other; None if nobody has taken them."""
+        at = self.arena.layout.checksums_at(self.number)
+        with contextlib.suppress(WireError):
+            found = DataChecksums.from_bytes(self.arena._view[at : at + self.arena.layout.checksums_room])
+            is_whole = len(found.leaves) == DIGEST_BYTES * self.arena.layout.num_leaves
+            return found.leaves if is_whole and found.sequence == self.record.sequence else None
+        return None
+
+    def put_checksums(self, leaves: bytes) -> None:
+        """Keep the digests of the leaves of the data for all who open the arena. Any opening may do so."""
+        found = DataChecksums(sequence=self.record.sequence, leaves=leaves)
+        os.pwrite(self.arena._descriptor, found.to_bytes(), self.arena.layout.checksums_at(self.number))
 
     def documents(self) -> bytes:
         """Return the documents of the cut. Raises `ArenaDamaged` where they are not what was written."""
         at = self.arena.layout.documents_at(self.number)
         found = bytes(self.arena._view[at : at + self.record.documents_bytes])
         if checksum(found) != self.record.documents_checksum:
-            raise self._damaged("its documents")
+            raise self.damaged("its documents")
         return found
 
     @property
     def data(self) -> memoryview:
-        """The data of the generation, read-only and not verified: see `slice`."""
+        """The data of the generation, read-only and not verified."""
         at = self.arena.layout.data_at(self.number)
         return self.arena._view[at : at + self.arena.layout.data_bytes].toreadonly()
 
     def read_into(self, start: int, into: memoryview) -> None:
-        """Copy the data from byte ``start`` on into ``into``, not verified: see `check_leaf`. Raises `ArenaDamaged`
-        where there is less. Other threads run meanwhile.
+        """Copy the data from byte ``start`` on into ``into``, not verified. Raises `ArenaDamaged` if there is less.
+        Other threads run meanwhile.
 
         A system call copies them, not the mapping: having its pages mapped, and taken away at the end, takes as long as
         the copy. Data that is truncated meanwhile is damage, too, not the end of the process.
@@ -309,27 +328,10 @@ class Held:
         except OSError as error:
             raise ArenaDamaged(f"the arena {self.arena.name!r} cannot be read: {error}: take a checkpoint") from error
         if done < len(into):
-            raise self._damaged(f"byte {start + done}")
+            raise self.damaged(f"byte {start + done}")
 
-    def check_leaf(self, number: int, leaf: memoryview) -> None:
-        """Compare a copy of leaf ``number`` of the data, whole, with its checksum. Raises `ArenaDamaged`."""
-        if (
-            leaf_digests(leaf, self.arena.layout.leaf_bytes)
-            != self.record.checksums[CHECKSUM_BYTES * number : CHECKSUM_BYTES * (number + 1)]
-        ):
-            raise self._damaged(f"leaf {number}")
-
-    def slice(self, number: int) -> memoryview:
-        """Return the bytes of slice ``number``, read-only, compared with their checksums. Raises `ArenaDamaged`."""
-        layout = self.arena.layout
-        low = layout.data_at(self.number) + number * layout.slice_bytes
-        high = min(low + layout.slice_bytes, layout.data_at(self.number) + layout.data_bytes)
-        found = self.arena._view[low:high].toreadonly()
-        if leaf_digests(found, layout.leaf_bytes) != self.record.checksums[layout.checksums_of(number)]:
-            raise self._damaged(f"slice {number}")
-        return found
-
-    def _damaged(self, what: str) -> ArenaDamaged:
+    def damaged(self, what: str) -> ArenaDamaged:
+        """Return the error that says that ``what`` of the generation is not what was written."""
         return ArenaDamaged(
             f"in the arena {self.arena.name!r}, {what} of step {self.record.step} is not what was written: take an "
             "older generation, or a checkpoint"

@@ -8,7 +8,8 @@
     readers    name → the record of a reader at the cut, opaque here
 
 `Documents` writes and reads them. `contents_of` joins them with the data of a generation that is held: `Contents`
-verifies tensors, and copies them to where they belong.
+verifies tensors, and copies them to where they belong. Tensors are verified only if somebody has taken the checksums of
+the generation (`Contents.checksums`).
 
 Imports without torch. Threads are started and joined inside `Contents.verify`, `Contents.fill` and
 `Contents.fill_range`.
@@ -25,8 +26,7 @@ from operator import itemgetter
 from typing import TypeVar
 
 from lakeckpt.checkpoint.arena.arena import Held
-from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES
-from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests, leaves_of_all
+from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, LEAF_BYTES, leaf_digests, leaves_of_all
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.errors import ArenaDamaged, WireError
 from lakeckpt.wire.documents import Count, as_row, from_plain, to_plain
@@ -108,6 +108,8 @@ class Contents:
 
     held: Held
     documents: Documents
+    checksums: bytes | None = field(repr=False)
+    """The digests of the leaves of the data; None if nobody has taken them. Nothing is verified then."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -115,21 +117,20 @@ class Contents:
         return {key: one.spec for key, one in self.documents.table.places.items()}
 
     def leaves(self) -> dict[str, bytes]:
-        """Return key → the digests of each tensor's leaves (`lakeckpt.checkpoint.format.digests.leaf_digests`), as of
-        the capture.
+        """Return key → the digests of each tensor's leaves (`lakeckpt.checkpoint.format.digests.leaf_digests`).
 
         The checksums of the memory are taken for tensors that lie at whole leaves; only the others are read, on several
         threads. Nothing is verified: see `verify`.
         """
-        layout, places, data = self.held.arena.layout, self.documents.table.places, self.held.data
+        places, data = self.documents.table.places, self.held.data
         known, rest = {}, {}
         for key, one in places.items():
             leaves = one.spec.size_bytes // LEAF_BYTES
-            if not leaves or one.start % LEAF_BYTES or layout.leaf_bytes != LEAF_BYTES:
+            if self.checksums is None or not leaves or one.start % LEAF_BYTES:
                 rest[key] = data[one.start : one.stop]
                 continue
-            first = CHECKSUM_BYTES * (one.start // LEAF_BYTES)
-            pieces = [self.held.record.checksums[first : first + CHECKSUM_BYTES * leaves]]
+            first = DIGEST_BYTES * (one.start // LEAF_BYTES)
+            pieces = [self.checksums[first : first + DIGEST_BYTES * leaves]]
             if one.spec.size_bytes % LEAF_BYTES:  # its last leaf is shorter than the one of the memory
                 pieces.append(leaf_digests(data[one.start + leaves * LEAF_BYTES : one.stop], LEAF_BYTES))
             known[key] = b"".join(pieces)
@@ -137,7 +138,15 @@ class Contents:
 
     def verify(self) -> None:
         """Compare all data with their checksums where they lie mapped, on several threads. Raises `ArenaDamaged`."""
-        _on_threads(self.held.slice, range(self.held.arena.layout.num_slices))
+        if self.checksums is not None:
+            data, leaves = self.held.data, range(self.held.arena.layout.num_leaves)
+            _on_threads(lambda one: self._check(one, data[one * LEAF_BYTES : (one + 1) * LEAF_BYTES]), leaves)
+
+    def _check(self, number: int, leaf: memoryview) -> None:
+        """Compare leaf ``number`` of the data, whole, with its checksum, if there is one. Raises `ArenaDamaged`."""
+        at = DIGEST_BYTES * number
+        if self.checksums is not None and leaf_digests(leaf, LEAF_BYTES) != self.checksums[at : at + DIGEST_BYTES]:
+            raise self.held.damaged(f"leaf {number}")
 
     def fill(self, into: Mapping[str, memoryview]) -> None:
         """Copy the tensors named into these buffers (uint8, of their sizes), on several threads. Each leaf is verified
@@ -156,10 +165,9 @@ class Contents:
         return made
 
     def _copy(self, pieces: Iterable[_Piece]) -> None:
-        leaf_bytes = self.held.arena.layout.leaf_bytes
         by_leaf: defaultdict[int, list[_Piece]] = defaultdict(list)
         for start, target in pieces:
-            for leaf in range(start // leaf_bytes, (start + len(target) - 1) // leaf_bytes + 1):
+            for leaf in range(start // LEAF_BYTES, (start + len(target) - 1) // LEAF_BYTES + 1):
                 by_leaf[leaf].append((start, target))
         leaves = sorted(by_leaf.items(), key=itemgetter(0))
         _on_threads(
@@ -168,16 +176,16 @@ class Contents:
 
     def _copy_leaves(self, leaves: Sequence[tuple[int, list[_Piece]]]) -> None:
         """Copy what each leaf has of some tensors, and verify the leaf while it is in the cache."""
-        layout = self.held.arena.layout
-        buffer = memoryview(bytearray(layout.leaf_bytes))
+        data_bytes = self.held.arena.layout.data_bytes
+        buffer = memoryview(bytearray(min(LEAF_BYTES, data_bytes)))
         for number, pieces in leaves:
-            low = number * layout.leaf_bytes
-            high = min(low + layout.leaf_bytes, layout.data_bytes)
+            low = number * LEAF_BYTES
+            high = min(low + LEAF_BYTES, data_bytes)
             start, target = pieces[0]
             is_inside = start <= low and high <= start + len(target)
             leaf = target[low - start : high - start] if is_inside else buffer[: high - low]
             self.held.read_into(low, leaf)
-            self.held.check_leaf(number, leaf)
+            self._check(number, leaf)
             for start, target in pieces[is_inside:]:
                 first, last = max(start, low), min(start + len(target), high)
                 target[first - start : last - start] = leaf[first - low : last - low]
@@ -194,7 +202,7 @@ def contents_of(held: Held) -> Contents:
             f"in the arena {held.arena.name!r}, what step {held.record.step} holds cannot be read: {error}. Take an "
             "older generation, or a checkpoint"
         ) from error
-    return Contents(held=held, documents=documents)
+    return Contents(held=held, documents=documents, checksums=held.checksums())
 
 
 def _on_threads(work: Callable[[_T], object], every: Sequence[_T]) -> None:

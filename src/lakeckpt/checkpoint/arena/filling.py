@@ -1,17 +1,15 @@
-"""This module fills a generation of an arena: slice by slice, with checksums, until it is complete or abandoned.
+"""This module fills a generation of an arena, until the generation is complete or abandoned.
 
-The caller writes the slices to the arena's memory, and calls `Filling.filled` for each. The module starts no threads.
+The caller writes the data to the arena's memory. The module starts no threads.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 import xxhash
 
-from lakeckpt.checkpoint.arena.layout import CHECKSUM_BYTES, GenerationRecord
-from lakeckpt.checkpoint.format.digests import leaf_digests
+from lakeckpt.checkpoint.arena.layout import GenerationRecord
 from lakeckpt.errors import ArenaDamaged
 
 if TYPE_CHECKING:
@@ -26,15 +24,12 @@ def checksum(data: bytes | memoryview) -> bytes:
 
 
 class Filling:
-    """A generation that is being filled: slices in any order, by any threads, then `complete`, or `abandon`."""
+    """A generation that is being filled: in any order, by any threads, then `complete`, or `abandon`."""
 
-    __slots__ = ("_arena", "_checksums", "_lock", "_missing", "_number", "_sequence")
+    __slots__ = ("_arena", "_number", "_sequence")
 
     def __init__(self, *, arena: Arena, number: int, sequence: int) -> None:
         self._arena, self._number, self._sequence = arena, number, sequence
-        self._checksums = bytearray(CHECKSUM_BYTES * arena.layout.num_leaves)
-        self._missing = set(range(arena.layout.num_slices))
-        self._lock = threading.Lock()
 
     @property
     def number(self) -> int:
@@ -47,31 +42,12 @@ class Filling:
         at = self._arena.layout.data_at(self._number)
         return self._arena._view[at : at + self._arena.layout.data_bytes]
 
-    def bounds(self, number: int) -> tuple[int, int]:
-        """Return where in the arena slice ``number`` begins and ends."""
-        layout = self._arena.layout
-        begin, at = number * layout.slice_bytes, layout.data_at(self._number)
-        return at + begin, at + min(begin + layout.slice_bytes, layout.data_bytes)
-
-    def filled(self, number: int) -> None:
-        """Take the checksums of slice ``number``, which must not be written to any more."""
-        begin, end = self.bounds(number)
-        self.summed(number, leaf_digests(self._arena._view[begin:end], self._arena.layout.leaf_bytes))
-
-    def summed(self, number: int, checksums: bytes) -> None:
-        """Take ``checksums`` for those of the leaves of slice ``number``, which must not be written to any more."""
-        with self._lock:
-            self._checksums[self._arena.layout.checksums_of(number)] = checksums
-            self._missing.discard(number)
-
     def complete(self, *, step: int, attempt: str, cut: bytes, documents: bytes) -> GenerationRecord:
-        """Make the generation the complete one of ``step``. Every slice must have been filled.
+        """Make the generation the complete one of ``step``. Nobody writes to its data any more.
 
         Raises `ArenaDamaged` where ``documents`` are larger than the arena has room for, and abandons the generation.
         """
         arena, layout = self._arena, self._arena.layout
-        if self._missing:
-            raise ValueError(f"slices {sorted(self._missing)[:5]} of step {step} were not filled")
         if len(documents) > layout.documents_bytes:
             self.abandon()
             raise ArenaDamaged(
@@ -86,7 +62,6 @@ class Filling:
             cut=cut,
             documents_bytes=len(documents),
             documents_checksum=checksum(documents),
-            checksums=bytes(self._checksums),
         )
         data = record.to_bytes()
         if len(data) > layout.record_room:

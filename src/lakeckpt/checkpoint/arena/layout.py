@@ -5,13 +5,14 @@
     superblock      written once: whose arena it is, and how large its parts are
     per generation
       sequence      8 bytes, native; odd while the generation is being written
-      record        of a complete generation: its step, its cut, a checksum for each leaf (1 MiB) of its data
+      record        of a complete generation: its step and its cut
+      checksums     of the data, one for each leaf (1 MiB); written behind the record, or never
       documents     what is no tensor (trees, reader state), as one run of bytes
       data          the tensors, as `SlicePlan` lays them out
 
-All parts begin at multiples of 4096 bytes. Superblock and record are documents of ``wire``, each behind its length in 8
-bytes. A record names the sequence number under which it is valid: a record that an older generation left, or a torn
-one, is not valid.
+All parts begin at multiples of 4096 bytes. Superblock, record and checksums are documents of ``wire``, each behind its
+length in 8 bytes. A record, and the checksums, name the sequence number under which they are valid: what an older
+generation left, or what is torn, is not valid.
 
 The module is pure: it computes places, and reads and writes records. ``arena`` maps, locks and copies.
 """
@@ -26,16 +27,16 @@ from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["CHECKSUM_BYTES", "ArenaIdentity", "ArenaLayout", "GenerationRecord"]
+__all__ = ["ArenaIdentity", "ArenaLayout", "DataChecksums", "GenerationRecord"]
 
-CHECKSUM_BYTES = DIGEST_BYTES
 PAGE = 4096
 SUPERBLOCK_BYTES = 4 * PAGE
 _KIND, _VERSION = "arena", (1, 0)
 _RECORD_KIND, _RECORD_VERSION = "arena-generation", (1, 0)
+_CHECKSUMS_KIND, _CHECKSUMS_VERSION = "arena-checksums", (1, 0)
 _LENGTH_BYTES = 8
-_RECORD_ROOM = 2048
-"""The room in a record for all but its checksums."""
+_CHECKSUMS_ROOM = 256
+"""The room in the checksums for all but themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,29 +55,13 @@ class ArenaLayout:
     identity: ArenaIdentity
     plan: Digest
     data_bytes: Count
-    slice_bytes: Positive
     documents_bytes: Count
     generations: Positive = 3
 
     @property
-    def num_slices(self) -> int:
-        """How many slices the data of a generation has."""
-        return -(-self.data_bytes // self.slice_bytes)
-
-    @property
-    def leaf_bytes(self) -> int:
-        """How many bytes have one checksum: whole leaves make up a slice (but for the last slice)."""
-        return LEAF_BYTES if self.slice_bytes % LEAF_BYTES == 0 else self.slice_bytes
-
-    @property
     def num_leaves(self) -> int:
         """How many checksums the data of a generation has."""
-        return -(-self.data_bytes // self.leaf_bytes)
-
-    def checksums_of(self, number: int) -> slice:
-        """Return which bytes of ``GenerationRecord.checksums`` are those of slice ``number``."""
-        leaves = self.slice_bytes // self.leaf_bytes
-        return slice(CHECKSUM_BYTES * leaves * number, CHECKSUM_BYTES * min(leaves * (number + 1), self.num_leaves))
+        return max(1, -(-self.data_bytes // LEAF_BYTES))
 
     @property
     def size_bytes(self) -> int:
@@ -86,11 +71,17 @@ class ArenaLayout:
     @property
     def record_room(self) -> int:
         """How long a record may be, its length included."""
-        return _pages(_RECORD_ROOM + CHECKSUM_BYTES * self.num_leaves)
+        return PAGE
+
+    @property
+    def checksums_room(self) -> int:
+        """How long the checksums of a generation may be, their length included."""
+        return _pages(_CHECKSUMS_ROOM + DIGEST_BYTES * self.num_leaves)
 
     @property
     def _stride(self) -> int:
-        return PAGE + self.record_room + _pages(self.documents_bytes) + _pages(self.data_bytes)
+        documents_bytes, data_bytes = _pages(self.documents_bytes), _pages(self.data_bytes)
+        return PAGE + self.record_room + self.checksums_room + documents_bytes + data_bytes
 
     def sequence_at(self, generation: int) -> int:
         """Return where the sequence number of a generation lies."""
@@ -100,9 +91,13 @@ class ArenaLayout:
         """Return where the record of a generation lies."""
         return self.sequence_at(generation) + PAGE
 
+    def checksums_at(self, generation: int) -> int:
+        """Return where the checksums of a generation lie."""
+        return self.record_at(generation) + self.record_room
+
     def documents_at(self, generation: int) -> int:
         """Return where the documents of a generation lie."""
-        return self.record_at(generation) + self.record_room
+        return self.checksums_at(generation) + self.checksums_room
 
     def data_at(self, generation: int) -> int:
         """Return where the data of a generation lie."""
@@ -130,8 +125,6 @@ class GenerationRecord:
     cut: bytes
     documents_bytes: Count
     documents_checksum: bytes
-    checksums: bytes
-    """16 bytes for each leaf of the data, in their order: `lakeckpt.checkpoint.format.digests.leaf_digests`."""
 
     def to_bytes(self) -> bytes:
         """Return the record, behind its length."""
@@ -142,6 +135,26 @@ class GenerationRecord:
         """Return the record of which `to_bytes` made ``data``; bytes behind it are ignored. Raises `WireError`."""
         plain = loads(_unframed(data), kind=_RECORD_KIND, supported=_RECORD_VERSION)
         found: GenerationRecord = from_plain(cls, plain, "the record of a generation")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataChecksums:
+    """The checksums of a generation's data, valid for the record of the same ``sequence``."""
+
+    sequence: Count
+    leaves: bytes
+    """16 bytes for each leaf, in their order: `lakeckpt.checkpoint.format.digests.leaf_digests`."""
+
+    def to_bytes(self) -> bytes:
+        """Return the document, behind its length."""
+        return _framed(dumps(to_plain(self), kind=_CHECKSUMS_KIND, version=_CHECKSUMS_VERSION))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> DataChecksums:
+        """Return the checksums of which `to_bytes` made ``data``; bytes behind it are ignored. Raises `WireError`."""
+        plain = loads(_unframed(data), kind=_CHECKSUMS_KIND, supported=_CHECKSUMS_VERSION)
+        found: DataChecksums = from_plain(cls, plain, "the checksums of a generation")
         return found
 
 

@@ -3,7 +3,7 @@
 A cut (`CaptureEngine.cut`) lies between two optimizer steps. It copies the *early* tensors at once, because they may
 change at any time. The copier, a thread, copies the *late* tensors slice by slice, when the gate admits a slice. Before
 the next optimizer step the fence copies the remaining slices (``fence``, ``slice_copier``). The generation is complete
-when the last slice has its checksum.
+when the last slice was copied. Nothing is hashed here: the agent takes the checksums, behind the copy.
 
 A cut is skipped if the arena does not exist yet, if the capture before is still under way (with a device: two
 captures), if no generation is free, or if a device has no memory for a copy of its early tensors. A generation never
@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 
-from lakeckpt.checkpoint.arena.checksummer import Checksummer
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
@@ -38,19 +37,16 @@ from lakeckpt.checkpoint.capture.job import Copier, Job
 from lakeckpt.checkpoint.capture.links import Link, open_link
 from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
-from lakeckpt.checkpoint.capture.slice_copier import Checksums, SliceCopier
+from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
+from lakeckpt.checkpoint.format.parts import SiteWaits
 from lakeckpt.counters import RunCounters
-from lakeckpt.errors import AgentError, CaptureWarning, ConfigError, LakeckptError, SaveFailed
+from lakeckpt.errors import CaptureWarning, ConfigError, LakeckptError, SaveFailed
 
 __all__ = ["CaptureEngine", "warn_of_others"]
 
 _REMEMBERED = 1000
 """The reason why a capture was dropped is kept for so many steps."""
-_MANY_BYTES = 256 * 2**20
-"""The agent takes the checksums from so many bytes of devices on. The copier takes those of fewer bytes fast enough."""
-_AGENT_LOST = """{}: the capture of step {} was dropped. The copier takes the checksums of later captures, which costs \
-the training thread time, until there is another agent"""
 
 
 class CaptureEngine:
@@ -64,7 +60,6 @@ class CaptureEngine:
             discarded.
         gate: admits slices.
         slice_bytes: the size of slices; default: a size that fits the size of the state.
-        checksummer: returns who takes the checksums where many bytes come from a device; None: the copier.
         counters: count captures, and for how long fences hold up their threads.
 
     One thread calls `cut`, `wait` and `close`. Any thread that is about to change the state calls `fence`.
@@ -82,7 +77,6 @@ class CaptureEngine:
         gate: Gate | None = None,
         slice_bytes: int | None = None,
         generations: int = 3,
-        checksummer: Callable[[], Checksummer | None] = lambda: None,
         counters: RunCounters | None = None,
     ) -> None:
         self._counters = RunCounters() if counters is None else counters
@@ -99,8 +93,6 @@ class CaptureEngine:
         self._planner = Planner(self._objects, slice_bytes=slice_bytes)
         self._step_fence = StepFence(self.fence, self._late)
         self._linked: CapturePlan | None = None  # the plan whose devices have links
-        self._linked_bytes = 0
-        self._checksummer = checksummer
         self._documents_bytes = 0
         self._samples: Samples | None = None
         self._current: Job | None = None  # the newest capture, as long as it is under way
@@ -217,6 +209,10 @@ class CaptureEngine:
             self._failures.remove((step, failure))
         return True, _error_of(step, failure)
 
+    def waits(self) -> tuple[SiteWaits, ...]:
+        """Return how long this rank waited, and how much of its captures moved meanwhile."""
+        return self._gate.waits()
+
     def close(self) -> None:
         """Finish the capture under way and release everything. The arena stays: the agent removes it."""
         if self._closed or os.getpid() != self._process:
@@ -244,7 +240,6 @@ class CaptureEngine:
             for device in {one.device for one in (*plan.early.values(), *plan.late.values())} - self._links.keys():
                 if (link := self.open_link(device)) is not None:
                     self._links[device] = link
-            self._linked_bytes = sum(one.nbytes for one in plan.late.values() if one.device in self._links)
             self._linked = plan
         return plan
 
@@ -262,7 +257,7 @@ class CaptureEngine:
 
     def _most_under_way(self) -> int:
         """Return how many captures may be under way. With a device these are two: the first was fenced, and only its
-        copies off the device and checksums remain. With a limit of one, a host that runs ahead of its device would skip
+        copies off the device remain. With a limit of one, a host that runs ahead of its device would skip
         every other cut. A gate that paces knows only one capture."""
         return 2 if self._links and not self._gate.paces else 1
 
@@ -277,13 +272,7 @@ class CaptureEngine:
         issued = early.kept().make()  # they may change as soon as training goes on
         for link in self._links.values():
             link.order()
-        return SliceCopier(
-            self._checksums_of(filling),
-            late,
-            self._gate,
-            live=list(plan.late.values()),
-            early=issued,
-        )
+        return SliceCopier(late, self._gate, live=list(plan.late.values()), early=issued)
 
     def _settle(self) -> None:
         """Raise the errors, and issue the warnings, of the copier."""
@@ -326,22 +315,11 @@ class CaptureEngine:
 
         self._copier.do(make)
 
-    def _checksums_of(self, filling: Filling) -> Checksums:
-        agent = self._checksummer() if self._linked_bytes >= _MANY_BYTES else None
-        if agent is None or agent.is_lost:
-            return Checksums(filling, None)
-        arena = self._store.arena
-        assert arena is not None
-        agent.use(arena.name, arena.inode, leaf_bytes=arena.layout.leaf_bytes)
-        return Checksums(filling, agent)
-
     def _run(self, job: Job) -> None:
         """Complete a cut. Errors are raised later by `_settle`: the copier goes on with the next job."""
         complete, failure = False, None
         try:
             complete = self._completes(job)
-        except AgentError as error:
-            self._warning = _AGENT_LOST.format(error, job.step)
         except BaseException as error:
             failure = error
         if not complete:

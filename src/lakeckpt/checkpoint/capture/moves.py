@@ -47,8 +47,6 @@ class Moves:
     """Copies that are made together."""
 
     size_bytes: int = 0
-    touches: list[int] = field(default_factory=list)
-    """The slices that the copies write to."""
     _large: list[tuple[_Bytes, _Bytes]] = field(default_factory=list)
     """(to, from)."""
     _small_to: list[torch.Tensor] = field(default_factory=list)
@@ -116,7 +114,6 @@ def joined(moves: Sequence[Moves], *, most_bytes: int) -> list[Moves]:
             last = found.pop()
             one = Moves(
                 size_bytes=last.size_bytes + one.size_bytes,
-                touches=list(dict.fromkeys([*last.touches, *one.touches])),
                 _linked={link: Batch([*batch.pairs, *one._linked[link].pairs]) for link, batch in last._linked.items()},
             )
         found.append(one)
@@ -131,8 +128,8 @@ def late_moves(plan: CapturePlan, memory: torch.Tensor, links: Links) -> list[Mo
     """Return the copies of the late tensors in each slice of ``memory``, the bytes of a generation's data."""
     flats: dict[str, torch.Tensor | None] = {}
     found = []
-    for number, pieces in enumerate(plan.slices.slices):
-        moves = Moves(touches=[number])
+    for pieces in plan.slices.slices:
+        moves = Moves()
         for piece in pieces:
             if piece.key in plan.late:
                 _add(moves, plan, piece, memory, links, flats)
@@ -157,10 +154,7 @@ def _add(
         size_bytes = piece.stop - piece.start
         moves.add(memory[piece.at : piece.at + size_bytes], flat[piece.start : piece.stop], link)
     elif not piece.start:
-        to = _whole(memory, piece.at, tensor)
-        moves.add(to, tensor.detach(), link)
-        last = (piece.at + to.nbytes - 1) // plan.slices.slice_bytes
-        moves.touches += range(max(moves.touches) + 1, last + 1)
+        moves.add(_whole(memory, piece.at, tensor), tensor.detach(), link)
 
 
 def early_moves(plan: CapturePlan, memory: torch.Tensor, links: Links) -> Moves:

@@ -8,66 +8,26 @@ A copy counts only if no tensor changed in place meanwhile, as torch counts chan
 last live slice has been read, or at the fence. A capture is dropped, never completed, if a tensor changed, or if an
 exception interrupted a thread inside a slice.
 
-The copier takes the checksum of each slice itself. Where many bytes come from a device, the agent takes the checksums
-(`lakeckpt.checkpoint.arena.checksummer`): a checksum takes the interpreter's lock a thousand times for each gigabyte,
-and the training thread may wait for the lock each time. If the agent ends meanwhile, the capture is dropped. The module
-starts no threads.
+Nothing is hashed here: a checksum takes the interpreter's lock a thousand times for each gigabyte, and the training
+thread may wait for the lock each time. The module starts no threads.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from lakeckpt.checkpoint.arena.checksummer import Checksummer
-from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.fence import versions_of
 from lakeckpt.checkpoint.capture.moves import Issued, Moves, wait_all
-from lakeckpt.errors import AgentError
 
-__all__ = ["Checksums", "SliceCopier"]
-
-
-class Checksums:
-    """The checksums of one capture. Only the copier calls it.
-
-    ``agent`` takes the checksums of bytes from a device; None: the copier does. `take` and `wait` raise `AgentError` if
-    the agent does not answer any more.
-    """
-
-    def __init__(self, filling: Filling, agent: Checksummer | None) -> None:
-        self._filling, self._agent = filling, agent
-        self._asked: deque[int] = deque()
-
-    def take(self, numbers: Sequence[int], *, from_device: bool) -> None:
-        """Take the checksums of slices that will not change any more. `wait` returns when all of them are there."""
-        if self._agent is None or not from_device:
-            for number in numbers:
-                self._filling.filled(number)
-            return
-        self._agent.ask([self._filling.bounds(number) for number in numbers])
-        self._asked += numbers
-
-    def wait(self) -> None:
-        """Return when all checksums are there."""
-        while self._asked and self._agent is not None:
-            self._filling.summed(self._asked[0], self._agent.take())
-            self._asked.popleft()
-
-    def abort(self) -> None:
-        """Return when the agent does not read the slices any more. Its answers for the next capture follow these."""
-        with contextlib.suppress(AgentError):
-            while self._asked and self._agent is not None and not self._agent.is_lost:
-                self._agent.take()
-                self._asked.popleft()
+__all__ = ["SliceCopier"]
 
 
 class SliceCopier:
@@ -79,7 +39,6 @@ class SliceCopier:
 
     def __init__(
         self,
-        checksums: Checksums,
         slices: Sequence[Moves],
         gate: Gate,
         *,
@@ -93,13 +52,11 @@ class SliceCopier:
         fence has copied itself."""
         self.was_interrupted = False
         """Whether an exception left a thread in the middle of a slice."""
-        self._checksums, self._slices, self._early, self._gate = checksums, slices, early, gate
+        self._slices, self._early, self._gate = slices, early, gate
         self._live, self._versions = live, versions_of(live)
         self._urgent = threading.Event()
         self._changed = threading.Condition()
         self._open = deque(number for number, moves in enumerate(slices) if moves.size_bytes)
-        self._copied = deque(number for number, moves in enumerate(slices) if not moves.size_bytes)
-        self._pending = Counter(touched for moves in slices for touched in moves.touches)
         self._claimed: dict[int, int] = {}  # slice → the thread that copies it, and has not issued it yet
         self._issued: dict[int, list[Issued]] = {}  # slice → its queued copies that are not known to be done
         self._sealed = False
@@ -164,14 +121,12 @@ class SliceCopier:
             del self._claimed[number]
             if issued:
                 self._issued[number] = issued
-            else:
-                self._copied.append(number)
             self._changed.notify_all()
 
     # --- the copier
 
     def run(self) -> bool:
-        """Copy all remaining slices, and take their checksums. Returns False if the state changed: drop the capture."""
+        """Copy all remaining slices. Returns False if the state changed: drop the capture."""
         wait_all(self._early)
         self._early = ()
         with self._claims():
@@ -185,13 +140,11 @@ class SliceCopier:
                     break  # the fence has taken it
                 issued = self._slices[number].make()
                 self._now_issued(number, issued)
-                # The processor takes the checksum and makes copies in host memory: such a slice ends with both. Slices
-                # of a link get their checksums while the next slice is on its way.
-                self._sum_copied()
                 wait_all(issued)
                 self._count(self._slices[number].size_bytes, is_late=is_late)
                 self._gate.moved(self._slices[number].size_bytes, begin, time.perf_counter())
-                self._came(number)
+                with self._changed:
+                    self._issued.pop(number, None)
                 os.sched_yield()  # the thread that ends this bubble may wait for this core
         return self._finish()
 
@@ -211,58 +164,21 @@ class SliceCopier:
                 self._changed.wait()
             issued, self._issued = self._issued, {}
             self._sealed = True
-        try:
-            self._checksums.abort()
-        finally:
-            for one in issued.values():
-                wait_all(one)
+        for one in issued.values():
+            wait_all(one)
 
     def _next_bytes(self) -> int | None:
         with self._changed:
             return self._slices[self._open[0]].size_bytes if self._open else None
 
-    def _sum_copied(self) -> None:
-        """Take the checksums of the slices that are known to be in host memory."""
-        while True:
-            with self._changed:
-                if not self._copied:
-                    return
-                number = self._copied.popleft()
-            self._arrived(number)
-
-    def _sum_all(self) -> None:
-        """Take the checksums of all slices that were copied or issued."""
-        self._sum_copied()
-        while True:
-            with self._changed:
-                if not self._issued:
-                    break
-                number, issued = next(iter(self._issued.items()))
-            wait_all(issued)
-            self._came(number)
-            self._sum_copied()
-
-    def _came(self, number: int) -> None:
-        """Record that the copies that were issued for a slice are done."""
-        with self._changed:
-            if self._issued.pop(number, None) is not None:
-                self._copied.append(number)
-
-    def _arrived(self, number: int) -> None:
-        """Take the checksums of the slices that are whole, now that the copies of slice ``number`` are made."""
-        whole = []
-        for touched in self._slices[number].touches:
-            self._pending[touched] -= 1
-            if not self._pending[touched]:
-                whole.append(touched)
-        self._checksums.take(whole, from_device=self._slices[number].is_linked)
-
     def _finish(self) -> bool:
         with self._changed:
             while self._claimed:  # by the fence
                 self._changed.wait()
-        self._sum_all()
+            issued = list(self._issued.values())
+        for one in issued:
+            wait_all(one)
         with self._changed:
+            self._issued.clear()
             self._seal()
-        self._checksums.wait()
         return not self.changed and not self.was_interrupted

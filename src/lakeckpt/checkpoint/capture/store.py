@@ -76,7 +76,6 @@ class ArenaStore:
             identity=self._identity,
             plan=plan.slices.digest,
             data_bytes=plan.slices.data_bytes,
-            slice_bytes=plan.slices.slice_bytes,
             documents_bytes=max(_DOCUMENTS_BYTES, 2 * documents_bytes),
             generations=self._generations,
         )

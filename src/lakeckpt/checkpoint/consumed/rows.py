@@ -20,10 +20,10 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import EpochLayout, OrderSpec, Window
 from lakeckpt.core.plan import LayoutKey
-from lakeckpt.core.state import Identity
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.reading.filters.selection import RowSelection
 

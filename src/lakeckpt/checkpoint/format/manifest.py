@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from lakeckpt.checkpoint.format.fields import Digest
 from lakeckpt.checkpoint.format.keep import Keep
-from lakeckpt.checkpoint.format.parts import SaveId
+from lakeckpt.checkpoint.format.parts import SaveId, SiteWaits
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.read_ahead import Basis
 from lakeckpt.tracking.steps import StepRecord
@@ -137,13 +137,13 @@ class Restored:
 @as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """The rows that a reader consumed between two states of one order and epoch (or endless stream)."""
+    """The rows that a reader consumed between two states of one order and epoch (or endless stream, or mixture)."""
 
     begin: Mapping[str, Any]
-    """The plain `lakeckpt.core.state.ReaderState` that it began with."""
+    """The plain `lakeckpt.core.state.State` that it began with."""
     end: Mapping[str, Any]
     consumed: Mapping[int, Intervals]
-    """epoch → positions."""
+    """epoch → positions; empty for a mixture, of which the two states tell the positions of each source."""
     basis: Basis = "inferred"
     """How it is known that steps used the rows."""
     reason: str = ""
@@ -168,7 +168,9 @@ class Excluded:
     """The optimizer step with which they count as consumed."""
     reason: ExcludedFor
     positions: Mapping[int, Intervals]
-    """epoch → positions; of a flow, positions of which some items trained nothing."""
+    """epoch → positions; if consumption depends on the data, positions of which some items trained nothing."""
+    source: str | None = None
+    """The source of a mixture whose positions they are; None: the reader reads one table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +232,8 @@ class Manifest:
     """The rule by which checkpoints keep their data."""
     metric: float | None = None
     """The metric of the state, if the training loop gave one."""
+    waits: tuple[SiteWaits, ...] = ()
+    """How long the ranks waited by site, and how much of their captures moved meanwhile."""
 
     @property
     def save(self) -> SaveId:
@@ -251,6 +255,8 @@ class CheckpointInfo:
     """Seconds since 1970."""
     metric: float | None = None
     """The metric that was given to ``manager.step`` or ``save``; None if none was given."""
+    waits: tuple[SiteWaits, ...] = ()
+    """How long ranks waited by site, and how much of the captures moved meanwhile; empty without ``bubbles=``."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> CheckpointInfo:
@@ -262,6 +268,7 @@ class CheckpointInfo:
             world_size=manifest.world_size,
             created_s=manifest.created_s,
             metric=manifest.metric,
+            waits=manifest.waits,
         )
 
 

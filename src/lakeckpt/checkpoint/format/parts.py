@@ -19,6 +19,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
@@ -40,6 +41,7 @@ __all__ = [
     "PartHead",
     "PartRecord",
     "SaveId",
+    "SiteWaits",
     "SlabRecord",
     "TensorRecord",
     "Tile",
@@ -167,6 +169,20 @@ class Outline:
 
 @as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SiteWaits:
+    """The last waits at ``site``, such as ``pipeline``, ``ddp`` or ``data``."""
+
+    site: str
+    kind: Literal["bubble", "free"]
+    """Whether the rank was idle, or computed while the link to the host was free."""
+    median_s: float
+    """The median length of a wait, in seconds."""
+    share: float
+    """The part of all captured bytes that moved in these waits."""
+
+
+@as_row
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
     """The place of parts of tensors: of tensors that have one shape and are divided alike."""
 
@@ -200,6 +216,8 @@ class PartHead:
     (`lakeckpt.checkpoint.consumed.reports`)."""
     excluded: bytes = b""
     """Reader → what the rank consumed and trained nothing on (`lakeckpt.checkpoint.consumed.excluded`)."""
+    waits: tuple[SiteWaits, ...] = ()
+    """How long the rank waited by site, and how much of its captures moved meanwhile."""
     alone: int
     """The sum of its units that are no parts of tensors (`lakeckpt.checkpoint.format.units.sum_of`). Random states, of
     which other ranks know nothing, are not among them."""
@@ -240,6 +258,7 @@ class PartRecord:
     tiles: tuple[Tile, ...] = ()
     reports: Mapping[str, bytes] = field(default_factory=dict)
     excluded: bytes = b""
+    waits: tuple[SiteWaits, ...] = ()
 
     @property
     def earlier(self) -> list[str]:
@@ -270,6 +289,7 @@ class PartRecord:
             tiles=self.tiles,
             reports=self.reports,
             excluded=self.excluded,
+            waits=self.waits,
             alone=sum_of(alone),
             divided=sums,
             body=body,
@@ -293,6 +313,7 @@ class PartRecord:
             tiles=head.tiles,
             reports=head.reports,
             excluded=head.excluded,
+            waits=head.waits,
         )
 
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from lakeckpt.checkpoint.consumed.reader_states import AnyState, at_end, consumed, dropped
 from lakeckpt.checkpoint.consumed.rows import Order, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, Space, count_epoch, piece_of, space_of
+from lakeckpt.checkpoint.ledger.records import Records
 from lakeckpt.checkpoint.ledger.report import (
     EpochAudit,
     EpochStatus,
@@ -28,12 +28,12 @@ from lakeckpt.checkpoint.ledger.report import (
     ReaderAudit,
 )
 from lakeckpt.checkpoint.ledger.tranches import doubts_of_tranches
-from lakeckpt.checkpoint.ledger.walk import ReaderWalk, Records
-from lakeckpt.core.flows.plan import read_state
-from lakeckpt.core.flows.state import FlowState
+from lakeckpt.checkpoint.ledger.walk import ReaderWalk
+from lakeckpt.core.consumption import consumed, dropped
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import LayoutKey
-from lakeckpt.core.state import Identity
+from lakeckpt.core.plan import LayoutKey, Plan
+from lakeckpt.core.state import State
 from lakeckpt.errors import StateError
 
 __all__ = ["account"]
@@ -103,7 +103,7 @@ class _Account:
             inferred=walk.inferred,
         )
 
-    def _audit_epochs(self, origin: AnyState, tip: AnyState) -> None:
+    def _audit_epochs(self, origin: State, tip: State) -> None:
         known, carried = consumed(tip), self._walk.carried
         touched = [*self._walk.pieces, *known]
         first, last = (0, -1) if tip.identity.endless else (origin.epoch, tip.epoch)
@@ -117,7 +117,7 @@ class _Account:
             counts = dict.fromkeys(("once", "repeated", "again", "surplus", "lost", "dropped", "before"), 0)
             self._epochs.append(EpochAudit(epoch=tip.epoch, status="in progress", rows=rows, left=rows, **counts))
 
-    def _list_excluded(self, epoch: int, tip: AnyState) -> None:
+    def _list_excluded(self, epoch: int, tip: State) -> None:
         order = self._orders.get(order_name(self._identity_of(epoch, tip)))
         for file, group, rows in [] if order is None else order.excluded:
             self._excluded.append(ExcludedRows(epoch=epoch, reason="damaged", file=file, row_group=group, rows=rows))
@@ -151,7 +151,7 @@ class _Account:
             for at in name_rows(order, rows)
         ]
 
-    def _audit_carried(self, epoch: int, origin: AnyState, state: AnyState) -> None:
+    def _audit_carried(self, epoch: int, origin: State, state: State) -> None:
         """Audit the part of an epoch up to ``state``, from which the rest was carried over."""
         pieces, ends = self._walk.pieces, self._walk.ends
         name, known = order_name(state.identity), consumed(state)
@@ -166,7 +166,7 @@ class _Account:
             one = self._epochs[-1]  # the rows that the tail would have dropped were carried over, too
             self._epochs[-1] = replace(one, status="carried over", dropped=0, left=one.left + one.dropped)
 
-    def _audit_epoch(self, epoch: int, origin: AnyState, tip: AnyState, known: Mapping[int, Intervals]) -> None:
+    def _audit_epoch(self, epoch: int, origin: State, tip: State, known: Mapping[int, Intervals]) -> None:
         pieces, newest = self._walk.pieces.get(epoch, []), self._records[-1][0]
         begun = origin.identity.endless or epoch == origin.epoch
         inherits = begun and (origin.identity.table == tip.identity.table or epoch not in self._walk.carried)
@@ -208,7 +208,7 @@ class _Account:
             self._findings.append(self._finding(one.kind, epoch, one.rows, first, space, tip))
 
     def _claim(
-        self, state: AnyState, epoch: int, manifest: Manifest, known: Mapping[int, Intervals] | None = None
+        self, state: State, epoch: int, manifest: Manifest, known: Mapping[int, Intervals] | None = None
     ) -> Piece | None:
         """Return the rows of ``epoch`` that a state claims as consumed; None if there are none. ``known`` is `consumed`
         of the state."""
@@ -223,7 +223,7 @@ class _Account:
         positions = found.get(epoch, Intervals.empty())
         return piece_of(state, epoch, positions, manifest) if positions else None
 
-    def _identity_of(self, epoch: int, state: AnyState) -> Identity:
+    def _identity_of(self, epoch: int, state: State) -> Identity:
         """Return the identity of the last state of ``epoch``: each epoch may have another table version."""
         end = None if state.identity.endless else self._walk.ends.get(epoch)
         return state.identity if end is None else end.identity
@@ -243,13 +243,13 @@ class _Account:
     def _first_to_claim(self, epoch: int, rows: Intervals, space: Space) -> Manifest:
         """Return the first checkpoint whose state claims any of ``rows`` as consumed."""
         for manifest, record in self._records:
-            claim = self._claim(read_state(record.state), epoch, manifest)
+            claim = self._claim(record.state, epoch, manifest)
             if claim is not None and space.of(claim).intersection(rows):
                 return manifest
         return self._records[-1][0]
 
     def _finding(
-        self, kind: FindingKind, epoch: int, found: Intervals, manifest: Manifest, space: Space, tip: AnyState
+        self, kind: FindingKind, epoch: int, found: Intervals, manifest: Manifest, space: Space, tip: State
     ) -> Finding:
         rows = space.table_rows(Intervals.of(found.take(0, min(found.size, _NAMED_ROWS))))
         order = self._orders.get(order_name(self._identity_of(epoch, tip)))
@@ -267,18 +267,19 @@ class _Account:
         )
 
 
-def _units(tip: AnyState) -> tuple[str, str]:
+def _units(tip: State) -> tuple[str, str]:
     """Return the names of what an epoch counts, and of what a batch is counted in."""
-    if not isinstance(tip, FlowState):
+    maker = tip.identity.maker
+    if maker is None:
         return ("sequence", "sequence") if tip.identity.unit > 1 else ("row", "row")
-    if tip.maker.how and not tip.maker.name:  # whole documents
+    if maker.how and not maker.name:  # whole documents
         return "window", "sequence"
-    return "row", "token" if tip.maker.length else "row"
+    return "row", "token" if maker.length else "row"
 
 
-def _status(epoch: int, tip: AnyState, claim: Piece | None) -> EpochStatus:
+def _status(epoch: int, tip: State, claim: Piece | None) -> EpochStatus:
     if tip.identity.endless:
         return "complete" if claim is not None and claim.is_whole else "in progress"
     if epoch == tip.epoch:
-        return "complete" if at_end(tip) and tip.identity.tail != "carry" else "in progress"
+        return "complete" if Plan(tip).at_end and tip.identity.tail != "carry" else "in progress"
     return "complete" if epoch < tip.epoch else "left behind"

@@ -17,9 +17,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from lakeckpt.checkpoint.consumed.rows import Order
-from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
+from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.ledger.account import account
 from lakeckpt.checkpoint.ledger.indexes import orders_of
+from lakeckpt.checkpoint.ledger.records import Records, SourceRecord, readers_in
 from lakeckpt.checkpoint.ledger.report import AuditReport, Branch
 from lakeckpt.checkpoint.persist.history import History, read_history
 from lakeckpt.checkpoint.persist.log import slot_path
@@ -71,9 +72,9 @@ def audit_history(history: History, orders: Mapping[str, Order], *, progress: Pr
     """Audit a history; ``orders`` are the orders of its tables (`lakeckpt.checkpoint.ledger.indexes.orders_of`), and
     ``progress`` counts the records of readers."""
     doubts, notes = _doubts(history)
-    by_reader: dict[str, list[tuple[Manifest, ReaderRecord]]] = {}
+    by_reader: dict[str, list[tuple[Manifest, SourceRecord]]] = {}
     for manifest in history.chain:
-        for name, record in manifest.readers.items():
+        for name, record in readers_in(manifest).items():
             by_reader.setdefault(name, []).append((manifest, record))
     tip = history.tip
     at = {manifest.attempt for manifest in history.chain}
@@ -88,7 +89,7 @@ def audit_history(history: History, orders: Mapping[str, Order], *, progress: Pr
         skipped = [one.skipped[name] for one in history.restores if one.attempt in at and name in one.skipped]
         readers.append(account(name, records, orders, skipped=skipped, advance=advance))
         last = records[-1][0]
-        for shared, is_repeated in sorted({(one.shared, one.is_repeated) for _, one in records if one.shared > 1}):
+        for shared, is_repeated in sorted(_groups(records)):
             if is_repeated:
                 doubts.append(_REPEATED.format(shared, name, shared))
             else:
@@ -97,7 +98,7 @@ def audit_history(history: History, orders: Mapping[str, Order], *, progress: Pr
             doubts.append(f"reader {name!r} is in no checkpoint after step {last.step:,}: its later rows are unknown")
     if tip is None:
         doubts.append("the history has no checkpoint: nothing was committed, or the newest attempt began anew")
-    elif tip.step and readers and not any(one.stretches for records in by_reader.values() for _, one in records):
+    elif tip.step and readers and not any(one.record.stretches for records in by_reader.values() for _, one in records):
         doubts.append(f"{tip.step:,} optimizer steps were taken, and no reader of the run delivered anything for them")
     elif not readers:
         doubts.append("no reader was tracked: the checkpoints hold no record of what was consumed")
@@ -125,6 +126,12 @@ def audit_history(history: History, orders: Mapping[str, Order], *, progress: Pr
     )
 
 
+def _groups(records: Records) -> set[tuple[int, bool]]:
+    """Return how many ranks read the same rows, and whether each trains them, if several do."""
+    every = {(one.record.shared, one.record.is_repeated) for _, one in records}
+    return {(shared, is_repeated) for shared, is_repeated in every if shared > 1}
+
+
 def _unrecorded_steps(history: History) -> int:
     """Return how many of the first steps recorded no reader's rows: the state had no reader, or none delivered."""
     for manifest in history.chain:
@@ -135,14 +142,13 @@ def _unrecorded_steps(history: History) -> int:
 
 
 def _late_readers(history: History) -> Iterator[tuple[str, int, bool]]:
-    """Yield the readers that joined others, but not as a source of their mixture: name, the steps done before, and
-    whether a loader that was in no state delivered rows in these steps."""
+    """Yield the readers that joined others: name, the steps done before, and whether a loader that was in no state
+    delivered rows in these steps."""
     known: set[str] = set()
     before, had_others = 0, False
     for manifest in history.chain:
         for name in sorted(manifest.readers.keys() - known) if known else ():
-            if not any("." in name and one.startswith(name.rpartition(".")[0] + ".") for one in known):
-                yield name, before, had_others
+            yield name, before, had_others
         known |= manifest.readers.keys()
         before, had_others = manifest.step, had_others or any(one.has_others for one in manifest.readers.values())
 
@@ -187,8 +193,9 @@ def _branches(history: History) -> tuple[Branch, ...]:
             rows=sum(
                 positions.size
                 for one in manifests
-                for reader in one.readers.values()
-                for positions in reader.consumed().values()
+                for reader in readers_in(one).values()
+                for stretch in reader.stretches
+                for positions in stretch.consumed.values()
             ),
         )
         for attempt, manifests in sorted(by_attempt.items())

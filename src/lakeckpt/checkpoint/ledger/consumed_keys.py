@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from lakeckpt.checkpoint.consumed.reader_states import of_positions
-from lakeckpt.checkpoint.consumed.rest_of_epoch import rows_consumed
+from lakeckpt.checkpoint.consumed.rest_of_epoch import in_lockstep, rows_consumed
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import index_path, read_history
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, TableError, WireDamaged
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.table.index import TableIndex
@@ -60,7 +59,7 @@ def consumed_keys(
     files of the run's version cannot be read any more, `CheckpointNotFound` and `CheckpointDamaged`.
     """
     manifest, name, record = _newest(storage, reader)
-    state = of_positions(record.state, f"reader {name!r} with another version of its table")
+    state = in_lockstep(record.state, f"reader {name!r} with another version of its table")
     old = table.at(_saved_index(storage, state.identity.table))
     _check(state, name, key, old)
     was = rows_consumed(state, old.index)
@@ -117,7 +116,7 @@ def _saved_index(storage: Storage, digest: str) -> TableIndex:
         raise CheckpointDamaged(f"{path}: {error}") from error
 
 
-def _check(state: ReaderState, name: str, key: str, old: Table) -> None:
+def _check(state: State, name: str, key: str, old: Table) -> None:
     if state.identity.endless:
         raise ConfigError(
             f"{name!r} is an endless stream: its epochs overlap, and none of them can be left alone for another run"

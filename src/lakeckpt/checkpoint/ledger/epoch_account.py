@@ -8,17 +8,18 @@ The module is pure. It never imports torch, and starts no threads.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lakeckpt.checkpoint.consumed.reader_states import AnyState, layout
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.ledger.report import EpochAudit, EpochStatus, FindingKind
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import LayoutKey
-from lakeckpt.core.state import Identity
+from lakeckpt.core.plan import LayoutKey, Plan
+from lakeckpt.core.state import State
 
 __all__ = ["Piece", "Space", "Wrong", "count_epoch", "piece_of", "space_of"]
 
@@ -45,15 +46,12 @@ class Piece:
         return self.positions == Intervals.whole(self.identity.rows_of(self.key.epoch))
 
 
-def piece_of(state: AnyState, epoch: int, positions: Intervals, manifest: Manifest) -> Piece:
+def piece_of(state: State, epoch: int, positions: Intervals, manifest: Manifest) -> Piece:
     """Return positions of ``epoch`` in the layout that ``state`` gives it."""
-    num_lanes, rotation = state.segment.num_lanes, 0
+    key = LayoutKey(epoch=epoch, num_lanes=state.segment.num_lanes, rotation=0)
     if state.identity.endless or epoch == state.epoch:
-        try:
-            num_lanes, rotation = layout(state, epoch)
-        except ValueError:
-            pass  # the epoch is over: all rows of it, in any order
-    key = LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation)
+        with contextlib.suppress(ValueError):  # the epoch is over: all rows of it, in any order
+            key = Plan(state).layout(epoch)
     return Piece(identity=state.identity, key=key, positions=positions, manifest=manifest)
 
 

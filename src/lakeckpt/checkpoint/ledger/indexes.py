@@ -14,8 +14,8 @@ from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import INDEX, History, index_path, selection_path
 from lakeckpt.checkpoint.persist.log import Damage
-from lakeckpt.core.flows.plan import read_state
-from lakeckpt.core.state import Identity
+from lakeckpt.core.identity import Identity
+from lakeckpt.core.state import State
 from lakeckpt.errors import CheckpointDamaged, NewerFormat, StateError, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.index import TableIndex
@@ -87,8 +87,8 @@ def _tables_of(records: Iterable[ReaderRecord]) -> set[str]:
 def _identities_of(records: Iterable[ReaderRecord]) -> set[Identity]:
     """The identities of all states in ``records``; a reader with states of another kind has none."""
     plains = [plain for one in records for plain in (one.state, *(stretch.begin for stretch in one.stretches))]
-    found = set()
+    found: set[Identity] = set()
     for plain in plains:
         with contextlib.suppress(StateError):
-            found.add(read_state(plain).identity)
+            found.update(State.from_plain(plain).orders)
     return found

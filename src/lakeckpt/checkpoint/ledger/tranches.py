@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lakeckpt.checkpoint.consumed.reader_states import AnyState, consumed, layout
 from lakeckpt.checkpoint.consumed.rows import GroupRows, Order, name_rows, order_name
+from lakeckpt.core.consumption import consumed
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import LayoutKey
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import State
 
 __all__ = ["doubts_of_tranches"]
 
@@ -23,13 +24,13 @@ _Rows = dict[tuple[str, int], GroupRows]
 """(file, row group in it) → rows."""
 
 
-def doubts_of_tranches(ends: Mapping[int, AnyState], orders: Mapping[str, Order]) -> Iterator[str]:
+def doubts_of_tranches(ends: Mapping[int, State], orders: Mapping[str, Order]) -> Iterator[str]:
     """Yield what is wrong between the tranches whose last states are ``ends``, by epoch. Other epochs are skipped.
 
     ``orders`` has the orders of the tables by `order_name`; a table that is missing is doubted elsewhere.
     """
     known: set[str] = set()
-    before: tuple[AnyState, Order] | None = None
+    before: tuple[State, Order] | None = None
     for epoch, state in sorted(ends.items()):
         order = orders.get(order_name(state.identity))
         if order is None:
@@ -41,13 +42,11 @@ def doubts_of_tranches(ends: Mapping[int, AnyState], orders: Mapping[str, Order]
             before = state, order
 
 
-def _left(state: AnyState, order: Order) -> _Rows:
+def _left(state: State, order: Order) -> _Rows:
     """Return the rows of the tranche of ``state`` that are not consumed."""
     positions = Intervals.whole(state.identity.rows)
     positions = positions.difference(consumed(state).get(state.epoch, Intervals.empty()))
-    num_lanes, rotation = layout(state, state.epoch)
-    key = LayoutKey(epoch=state.epoch, num_lanes=num_lanes, rotation=rotation)
-    return _by_group(order, order.table_rows(state.identity.spec, key, positions))
+    return _by_group(order, order.table_rows(state.identity.spec, Plan(state).layout(state.epoch), positions))
 
 
 def _by_group(order: Order, rows: Intervals) -> _Rows:

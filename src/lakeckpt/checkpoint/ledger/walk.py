@@ -4,7 +4,7 @@ The manifests of a history record consumption, stretch by stretch. `ReaderWalk` 
 
 * the intervals of a stretch must be those that follow from the two states between which it lies;
 * the record of optimizer steps must end where the last stretch does;
-* a row of which some items were consumed (`FlowState`) must go on where it stopped;
+* a row of which some items were consumed (`lakeckpt.core.state.Begun`) must go on where it stopped;
 * the states must count as many rows as the index of the table has;
 * the basis of each stretch (`lakeckpt.core.read_ahead.Basis`) must not be suspected. Rows that the training loop stated
   need no other evidence. The first steps of an attempt are undecided: they count as inferred, unless a later stretch of
@@ -15,23 +15,24 @@ The module is pure. It never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from lakeckpt.checkpoint.consumed.reader_states import AnyState, at_end, begun, consumed, consumption, replanned
 from lakeckpt.checkpoint.consumed.rest_of_epoch import rows_consumed
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
-from lakeckpt.checkpoint.format.manifest import Excluded, Manifest, ReaderRecord, Stretch
+from lakeckpt.checkpoint.format.manifest import Excluded, Manifest, Stretch
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, piece_of
-from lakeckpt.core.flows.plan import read_state
+from lakeckpt.checkpoint.ledger.records import Records, SourceRecord, SourceStretch
+from lakeckpt.core.changes import replan
+from lakeckpt.core.consumption import consumed, consumption
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.state import Identity
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import State
 from lakeckpt.errors import StateMismatch
 from lakeckpt.lake.table.index import TableIndex
 
-__all__ = ["ReaderWalk", "Records"]
-
-Records = Sequence[tuple[Manifest, ReaderRecord]]
-"""The records of one reader, each with its manifest, oldest first."""
+__all__ = ["ReaderWalk"]
 
 
 class ReaderWalk:
@@ -47,9 +48,9 @@ class ReaderWalk:
         self.notes: dict[str, None] = {}
         self.pieces: dict[int, list[Piece]] = {}
         """Epoch → its consumed pieces, in order."""
-        self.ends: dict[int, AnyState] = {}
+        self.ends: dict[int, State] = {}
         """Epoch → its last state, whose plan gives the rows that the tail drops."""
-        self.carried: dict[int, list[AnyState]] = {}
+        self.carried: dict[int, list[State]] = {}
         """Epoch → the states from which its rest was carried over to another selection of rows."""
         self.excluded: dict[int, list[tuple[Piece, Excluded]]] = {}
         """Epoch → what was consumed there and trained nothing, in order."""
@@ -57,31 +58,31 @@ class ReaderWalk:
         self.inferred = ""
         """How many attempts only inferred that rows were used, in words; empty if none did."""
         self._records = records
-        self._latest: AnyState | None = None
+        self._latest: State | None = None
 
-    def collect(self, advance: Callable[[], object] = lambda: None) -> tuple[AnyState, AnyState]:
+    def collect(self, advance: Callable[[], object] = lambda: None) -> tuple[State, State]:
         """Read all records, and call ``advance`` after each. Returns the state that the reader began with, and the
         newest state."""
-        origin: AnyState | None = None
-        tip: AnyState | None = None
+        origin: State | None = None
+        tip: State | None = None
         identities: dict[str, Identity] = {}
         for manifest, record in self._records:
             for stretch in record.stretches:
-                begin, end = read_state(stretch.begin), read_state(stretch.end)
+                begin = stretch.begin
                 origin = origin or begin
                 identities[order_name(begin.identity)] = begin.identity
                 self._check_begun(manifest, begin)
-                self._take(manifest, begin, end, stretch.consumed)
+                self._take(manifest, stretch)
                 self._follow(begin)
-                self._follow(end)
-            tip = read_state(record.state)
+                self._follow(stretch.end)
+            tip = record.state
             self._follow(tip)
             self._take_excluded(manifest, record)
             origin = origin or tip
             self.topologies[tip.segment.topology] = None
-            moved = [one for one in record.stretches if one.consumed or one.basis != "suspected"]
+            moved = [one for one in record.stretches if one.has_moved or one.record.basis != "suspected"]
             if moved:
-                self._check_frontier(manifest, record, read_state(moved[-1].end))
+                self._check_frontier(manifest, record, moved[-1].end)
             advance()
         assert tip is not None and origin is not None
         identities[order_name(tip.identity)] = tip.identity
@@ -95,11 +96,12 @@ class ReaderWalk:
         """Record a reason against a proof, once."""
         self.doubts[text] = None
 
-    def _take(self, manifest: Manifest, begin: AnyState, end: AnyState, recorded: Mapping[int, Intervals]) -> None:
+    def _take(self, manifest: Manifest, stretch: SourceStretch) -> None:
+        begin, recorded = stretch.begin, stretch.consumed
         self.topologies[begin.segment.topology] = None
         slot = f"slot {manifest.slot}"
         try:
-            derived = consumption(begin, end)
+            derived = consumption(begin, stretch.end)
         except StateMismatch as error:
             self.doubt(f"{slot}: two recorded states do not follow from one another: {error}")
         else:
@@ -113,7 +115,7 @@ class ReaderWalk:
             if positions:
                 self.pieces.setdefault(epoch, []).append(piece_of(begin, epoch, positions, manifest))
 
-    def _take_excluded(self, manifest: Manifest, record: ReaderRecord) -> None:
+    def _take_excluded(self, manifest: Manifest, record: SourceRecord) -> None:
         """Collect what the record excludes, in the order of the stretch that consumed it."""
         for one in record.excluded:
             for epoch, positions in one.positions.items():
@@ -121,12 +123,12 @@ class ReaderWalk:
                 for stretch in record.stretches:
                     if positions.intersection(stretch.consumed.get(epoch, Intervals.empty())):
                         found = stretch.begin
-                piece = piece_of(read_state(found), epoch, positions, manifest)
+                piece = piece_of(found, epoch, positions, manifest)
                 self.excluded.setdefault(epoch, []).append((piece, one))
 
     # --- the last state of each epoch
 
-    def _follow(self, state: AnyState) -> None:
+    def _follow(self, state: State) -> None:
         """Record the last state of each epoch.
 
         The rest of an epoch may be too small for the next topology. Then no step of the epoch has this topology, and
@@ -138,12 +140,13 @@ class ReaderWalk:
         if before is not None and before.epoch < state.epoch:
             mine, follows = before.identity, "carry" in (before.identity.tail, state.identity.tail)
             identity = mine if follows else state.identity.of_version(mine)
-            last = replanned(before, identity, state.segment.topology)
-            self.ends[before.epoch] = last if at_end(last) else before
+            lanes, batch_size, ranks = state.segment.topology
+            last = replan(replace(before, orders=(identity,)), num_lanes=lanes, batch_size=batch_size, world_size=ranks)
+            self.ends[before.epoch] = last if Plan(last).at_end else before
         self.ends[state.epoch] = state
         self._latest = state
 
-    def _follow_to_rest(self, before: AnyState, state: AnyState) -> None:
+    def _follow_to_rest(self, before: State, state: State) -> None:
         """Note that ``state`` is of the rest of the epoch of ``before``, in another selection of rows, if it is."""
         index, earlier = (self._index_of(one.identity) for one in (state, before))
         rest = None if index is None else index.rest
@@ -173,18 +176,18 @@ class ReaderWalk:
 
     # --- checks
 
-    def _check_begun(self, manifest: Manifest, begin: AnyState) -> None:
+    def _check_begun(self, manifest: Manifest, begin: State) -> None:
         """Positions of which some items were consumed must go on where they stopped."""
         before = self._latest
-        if before is not None and before.epoch == begin.epoch and begun(before) != begun(begin):
+        if before is not None and before.epoch == begin.epoch and Plan(before).begun != Plan(begin).begun:
             self.doubt(
                 f"slot {manifest.slot}: rows of epoch {begin.epoch} of which some items were consumed go on elsewhere "
                 "than where they stopped: the items between were lost, or repeated"
             )
 
-    def _check_frontier(self, manifest: Manifest, record: ReaderRecord, end: AnyState) -> None:
+    def _check_frontier(self, manifest: Manifest, record: SourceRecord, end: State) -> None:
         """The record of optimizer steps must end where the last stretch does."""
-        frontier = record.steps.frontier(manifest.step)
+        frontier = record.record.steps.frontier(manifest.step)
         if frontier is None:
             return
         if (end.epoch, end.step) != frontier:
@@ -206,10 +209,10 @@ class ReaderWalk:
             what = "the row selection of" if identity.selection else "the index of"
             self.doubt(f"the states count {identity.rows:,} rows, and {what} table {table[:12]} {order.num_rows:,}")
 
-    def _check_origin(self, origin: AnyState) -> None:
+    def _check_origin(self, origin: State) -> None:
         """The record must begin at the start of an epoch."""
         before = {epoch: positions.size for epoch, positions in consumed(origin).items()}
-        if before or begun(origin):
+        if before or Plan(origin).begun:
             epoch, rows = max(before, default=origin.epoch), sum(before.values())
             self.doubt(
                 f"the record begins inside of epoch {epoch}: {rows:,} rows had been consumed before it, according to "
@@ -228,7 +231,7 @@ class ReaderWalk:
         """Check that no attempt is suspected of reading ahead, and count the attempts that inferred consumption."""
         by_attempt: dict[int, list[tuple[int, Stretch]]] = {}
         for manifest, record in self._records:
-            for stretch in record.stretches:
+            for stretch in record.record.stretches:
                 attempt = manifest.attempt if stretch.attempt < 0 else stretch.attempt
                 by_attempt.setdefault(attempt, []).append((manifest.step, stretch))
         inferred = 0

@@ -22,6 +22,7 @@ from lakeckpt.checkpoint.format.parts import (
     Outline,
     PartRecord,
     SaveId,
+    SiteWaits,
     SlabRecord,
     TensorRecord,
     Tile,
@@ -77,6 +78,7 @@ def persist(
     tiles: tuple[Tile, ...] = (),
     reports: Mapping[str, bytes] | None = None,
     excluded: bytes = b"",
+    waits: tuple[SiteWaits, ...] = (),
     earlier: Earlier | None = None,
     intact: Callable[[], None] = lambda: None,
 ) -> PartRecord:
@@ -112,6 +114,7 @@ def persist(
         tiles=tiles,
         reports=reports or {},
         excluded=excluded,
+        waits=waits,
     )
     storage.put(save.part_path(rank), [part.to_bytes()])
     return part

@@ -21,6 +21,7 @@ from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, id
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.consumed.pending import PendingRecord, pending_from_bytes, since
+from lakeckpt.checkpoint.format.digests import LEAF_BYTES
 from lakeckpt.checkpoint.format.manifest import Captured, Manifest, ReaderRecord, Restored
 from lakeckpt.checkpoint.format.parts import SHARING
 from lakeckpt.checkpoint.format.sharing import sharing_from_bytes
@@ -85,6 +86,8 @@ class Recalled:
     """A generation of this rank, read but for its tensors."""
 
     loaded: Loaded
+    is_checked: bool
+    """Whether its tensors are compared with checksums as they are copied: the agent has taken them."""
     pending: Mapping[str, tuple[PendingRecord, ...]]
     """reader → what was consumed since the commit."""
     last: Mapping[str, ReaderRecord]
@@ -122,7 +125,8 @@ class Remembered:
         """Read a generation, and lock it until `release`; the log has recorded all up to step ``recorded``.
 
         If ``recorded`` is None, no commit could replace a generation that turns out to be damaged while it is copied.
-        Then all of it is verified here, and once more as it is copied. Raises `ArenaDamaged`, `WireError` and
+        Then all of it is verified here, and once more as it is copied. Tensors are verified only if the agent has taken
+        the generation's checksums. Raises `ArenaDamaged`, `WireError` and
         `CheckpointDamaged` if it is not what was written.
         """
         self.release()
@@ -147,6 +151,7 @@ class Remembered:
         done = which.step == (recorded or 0)
         return Recalled(
             loaded=loaded,
+            is_checked=contents.checksums is not None,
             pending={name: () if done else since(pending, recorded or 0) for name, pending in every.items()},
             last={name: pending[-1].record for name, pending in every.items() if pending},
         )
@@ -172,7 +177,7 @@ class _InArena:
         self._contents.fill_range(key, start, into)
 
     def unit_bytes(self, key: str) -> int:
-        return self._contents.held.arena.layout.leaf_bytes
+        return LEAF_BYTES
 
     def same(self, one: str, other: str) -> bool:
         return self._contents.read(one) == self._contents.read(other)

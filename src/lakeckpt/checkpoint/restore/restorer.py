@@ -55,6 +55,7 @@ __all__ = [
 _LOG = logging.getLogger("lakeckpt")
 _SKIPPED = "rest of the epoch skipped by "
 _PLACES = "places of reader "
+_UNCHECKED = "a rank's memory has no checksums"
 _MOST_LOOKS = 10
 """So often a choice is compared before the claim. A live job that removes each one before its records are read is rare:
 the run is claimed all the same, and what that job committed last is compared then."""
@@ -77,6 +78,9 @@ class RestoreReport:
     the checkpoint that the cut follows."""
     captured: int | None = None
     """The optimizer step of the cut in this job's memory that was restored; None if the checkpoint was restored."""
+    checked: bool = True
+    """Whether all that was read was compared with checksums. False: not checked. The process of some rank had died
+    before its agent could take the checksums of the cut in memory."""
     attempt: int
     """The attempt that began."""
     damaged: tuple[Damage, ...]
@@ -220,7 +224,8 @@ class Restorer:
 
         def read() -> dict[str, str]:
             found.append(self._candidate(run, which))
-            return {f"{_SKIPPED}{name}": reason for name, reason in found[0].pins.skipped.items()}
+            facts = {f"{_SKIPPED}{name}": reason for name, reason in found[0].pins.skipped.items()}
+            return facts if found[0].is_checked else {**facts, _UNCHECKED: "yes"}
 
         tally = self._trial.vote(read, of_memory=which[1] is not None)
         if not {"damaged", "unfit"}.isdisjoint(tally.facts):
@@ -236,7 +241,7 @@ class Restorer:
         states = {name: state for name, state in chosen.pins.states.items() if name not in skipped}
         readers = chosen.readers if which[1] is None else self._merged(chosen.step, chosen.readers)
         pins = replace(chosen.pins, indexes=indexes, states=states, skipped=skipped)
-        return replace(chosen, readers=readers, pins=pins)
+        return replace(chosen, readers=readers, pins=pins, is_checked=_UNCHECKED not in tally.facts)
 
     def _merged(self, step: int, readers: Mapping[str, ReaderRecord]) -> dict[str, ReaderRecord]:
         """Return the records of ``readers`` in the memory of this node, with the states of the whole job: each rank has
@@ -265,6 +270,7 @@ class Restorer:
         return Candidate(
             manifest=manifest,
             captured=captured,
+            is_checked=recalled.is_checked,
             step=captured.step,
             readers=recalled.last,
             pending=recalled.pending,
@@ -368,12 +374,15 @@ class Restorer:
             else:
                 restore_random(chosen.loaded.random)
             if self._exchange.rank == 0:
+                if not chosen.is_checked:
+                    _LOG.info("what was restored of step %d in memory was not checked: it has no checksums", step)
                 self._warn_of(chosen.pins.skipped)
                 for name, grown in chosen.pins.grown.items():
                     _LOG.info("%r: %s", name, grown)
         report = RestoreReport(
             restored=restored,
             captured=None if chosen is None or chosen.captured is None else chosen.step,
+            checked=chosen is None or chosen.is_checked,
             attempt=attempt.number,
             damaged=tuple(self._chooser.damaged.values()),
             per_rank=() if chosen is None else chosen.loaded.per_rank,

@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lakeckpt.cli.plan.columns import ColumnBytes
+from lakeckpt.core.changes import fit_lanes, start
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import EpochLayout, OrderSpec
-from lakeckpt.core.plan import Plan, fit_lanes, start
-from lakeckpt.core.state import MAX_LANES, Identity
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import MAX_LANES
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from lakeckpt.data.flows.ends import ends_of
 from lakeckpt.data.flows.feed import Feed
-from lakeckpt.data.flows.progress import FlowProgress
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.flows.tokens import Tokenizing, TokenSource, check_text
 from lakeckpt.data.flows.whole import WholeSource
@@ -82,12 +81,13 @@ def _flow_parts(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[B
     assert size is not None
     kind = _kind(pinned, transform)
     source = kind(pinned, output=dataset.output, options=options, transform=transform, row_wise=False)
-    progress = FlowProgress(
+    progress = Progress(
         pinned,
-        source,
         batch_size=size * transform.length if isinstance(transform, Tokenizing) else size,
         num_lanes=options.num_lanes,
+        row_wise=False,
         accept_changes=options.accept_changes,
+        describes=source.describe,
     )
     return source, progress
 
@@ -135,7 +135,7 @@ def feed_of(dataset: LakeDataset, rank: int) -> Feed | None:
     Raises `ConfigError` where ranks cannot agree on the end of an epoch.
     """
     source, progress = dataset._source, dataset._progress
-    if not (isinstance(source, FlowSource) and isinstance(progress, FlowProgress)):
+    if not isinstance(source, FlowSource):
         return None
     ends = ends_of(progress.origin, rank)
-    return Feed(source, progress.flow_state, rank, ends=ends, over=progress.ends_at)
+    return Feed(source, progress.state, rank, ends=ends, over=progress.ends_at)

@@ -22,11 +22,11 @@ from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 
-from lakeckpt.core.flows.plan import FlowPlan
-from lakeckpt.core.flows.state import FlowState
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import State
+from lakeckpt.data.base.torch_private import job_store
 from lakeckpt.errors import ConfigError, MissingRanksError
 from lakeckpt.wire.envelope import dumps
 
@@ -155,15 +155,15 @@ def _key(rank: int, last: int) -> str:
     return f"{rank}/{last}"
 
 
-def ends_of(state: FlowState, rank: int) -> Ends:
+def ends_of(state: State, rank: int) -> Ends:
     """Return how ``rank`` learns of the end of the epoch, of which all ranks go on from ``state``, of the whole job.
 
     Raises `ConfigError` where there are several ranks, and no store in which they could agree.
     """
     world_size = state.segment.world_size
-    if world_size == 1 or state.identity.endless or FlowPlan(state).at_end:
+    if world_size == 1 or state.identity.endless or Plan(state).at_end:
         return Ends()  # of an epoch that is over, the state may have other ranks than the job
-    store = _store(world_size)
+    store = job_store(world_size)
     if store is None:
         raise ConfigError(
             f"this is rank {rank} of {world_size}, and how many rows the transform yields decides when an epoch ends: "
@@ -172,12 +172,3 @@ def ends_of(state: FlowState, rank: int) -> Ends:
         )
     digest = blake2b(dumps(state.to_plain(), kind="state", version=(1, 0)), digest_size=16).hexdigest()
     return JobEnds(store, digest, rank=rank, world_size=world_size)
-
-
-def _store(world_size: int) -> Any:
-    """Return the store of the job; None where there is none, or where it is of fewer processes."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < world_size:
-        return None
-    with contextlib.suppress(RuntimeError, ValueError):
-        return _get_default_store()
-    return None

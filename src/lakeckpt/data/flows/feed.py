@@ -14,11 +14,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lakeckpt.core.flows.plan import FlowPlan, frontiers_of
-from lakeckpt.core.flows.receipts import FlowReceipt, LaneMove, LaneRead
-from lakeckpt.core.flows.state import FlowState
-from lakeckpt.core.plan import Assignment
-from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.plan import Assignment, Plan
+from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt
+from lakeckpt.core.state import State
 from lakeckpt.data.batch import Batch
 from lakeckpt.data.flows.calls import empty_of
 from lakeckpt.data.flows.ends import Ends
@@ -39,15 +37,13 @@ class Feed(Iterator[tuple[Receipt, Any]]):
     Call `in_process` or `of_workers` first: they say where micro-batches come from. Raises what reading raises.
     """
 
-    def __init__(
-        self, source: FlowSource, state: FlowState, rank: int, *, ends: Ends, over: Callable[[int], None]
-    ) -> None:
+    def __init__(self, source: FlowSource, state: State, rank: int, *, ends: Ends, over: Callable[[int], None]) -> None:
         self._source, self._state, self._rank, self._ends, self._over = source, state, rank, ends, over
-        self._plan = FlowPlan(state)
-        self._open = set(self._plan.open_lanes(rank, frontiers_of(state)))
+        self._plan = Plan(state)
+        self._open = set(self._plan.open_lanes(rank))
         """The lanes that may have more rows."""
         self._take: Callable[[int], Found]
-        self._held: deque[tuple[FlowReceipt, Batch]] = deque()
+        self._held: deque[tuple[Receipt, Batch]] = deque()
         self._next = self._pulled = state.step
         """The next step of the loop, and the next to be read."""
         self._moves: tuple[LaneMove, ...] = ()
@@ -100,14 +96,14 @@ class Feed(Iterator[tuple[Receipt, Any]]):
         self._held.append(self._batch(read, columns))
         self._pulled += 1
 
-    def _batch(self, read: LaneRead, columns: dict[str, Any]) -> tuple[FlowReceipt, Batch]:
+    def _batch(self, read: LaneRead, columns: dict[str, Any]) -> tuple[Receipt, Batch]:
         receipt = self._plan.receipt(self._pulled, self._rank, read, self._moves)
         self._moves = ()
         if self._columns is None:
             self._columns = empty_of(columns)
         return receipt, Batch(columns, receipt)
 
-    def _without_rows(self) -> tuple[FlowReceipt, Batch]:
+    def _without_rows(self) -> tuple[Receipt, Batch]:
         if self._columns is None:
             self._columns = self._source.empty(self._state)
         receipt = self._plan.receipt(self._next, self._rank, None, self._moves)
@@ -136,7 +132,7 @@ class _OfWorkers:
 class _Due(Iterator[Assignment]):
     """Asks the worker of ``lane`` for what it reads next. The receipt's ``step`` counts the answers of the worker."""
 
-    def __init__(self, plan: FlowPlan, rank: int, workers: int) -> None:
+    def __init__(self, plan: Plan, rank: int, workers: int) -> None:
         self._plan, self._rank, self._workers = plan, rank, workers
         self._asked = [0] * workers
         self.lane = 0

@@ -11,11 +11,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lakeckpt.core.flows.batches import LaneBatches
-from lakeckpt.core.flows.plan import FlowPlan, Frontier, frontiers_of
-from lakeckpt.core.flows.receipts import LaneMove, LaneRead
-from lakeckpt.core.flows.state import FlowState
-from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt
+from lakeckpt.core.state import Frontier, State
+from lakeckpt.core.streams.lane_batches import LaneBatches
 from lakeckpt.data.flows.source import FlowSource, LaneRows
 from lakeckpt.errors import StateUnavailable
 
@@ -37,14 +36,14 @@ class FlowReading(Iterator[tuple[Receipt, Found]]):
     """Whether the next micro-batch comes without a wait is not known before the transform is called."""
 
     def __init__(
-        self, source: FlowSource, state: FlowState, rank: int, *, owns: Callable[[int], bool] = lambda lane: True
+        self, source: FlowSource, state: State, rank: int, *, owns: Callable[[int], bool] = lambda lane: True
     ) -> None:
         self._source, self._rank = source, rank
-        self._plan = FlowPlan(state)
+        self._plan = Plan(state)
         self._turn, self._count = state.step, itertools.count()
         source.begin(self)
         self._rows = LaneRows(source, self._plan, state.segment.num_lanes // state.segment.world_size)
-        begins = self._plan.open_lanes(rank, frontiers_of(state))
+        begins = self._plan.open_lanes(rank)
         self._open = {lane: self._batches(lane, begin) for lane, begin in begins.items() if owns(lane)}
 
     def _batches(self, lane: int, begin: Frontier) -> LaneBatches:
@@ -72,7 +71,7 @@ class FlowReading(Iterator[tuple[Receipt, Found]]):
         start = made.before[0]
         read = LaneRead(
             move=LaneMove(lane=lane, before=made.before, after=made.after),
-            spans=tuple(self._plan.spans(lane, start, made.touched)) if made.touched > start else (),
+            spans=tuple(self._plan.lane_spans(lane, start, made.touched)) if made.touched > start else (),
             items=made.count,
             is_last=made.is_last,
         )

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from lakeckpt.core.flows.batches import LaneBatch, PositionItems
-from lakeckpt.core.flows.plan import FlowPlan, flow_start
-from lakeckpt.core.flows.state import FlowState, Maker
-from lakeckpt.core.plan import Assignment
+from lakeckpt.core.changes import start
+from lakeckpt.core.identity import Identity, Maker
+from lakeckpt.core.plan import Assignment, Plan
 from lakeckpt.core.receipts import Receipt, Span
-from lakeckpt.core.state import Identity
+from lakeckpt.core.state import State
+from lakeckpt.core.streams.lane_batches import LaneBatch, PositionItems
 from lakeckpt.data.flows.calls import collate, empty_of, maker_of, rows_of_row
 from lakeckpt.data.flows.fingerprints import rows_digest
 from lakeckpt.data.source import BatchSource, row_of
@@ -50,6 +50,11 @@ class FlowSource(BatchSource):
         assert self._transform is not None
         return Maker(name=maker_of(getattr(self._transform, "transform", self._transform)))
 
+    def describe(self, identity: Identity) -> Maker:
+        """Return the maker, with a fingerprint: of what has no serialised form, a few rows give it."""
+        maker = self.maker
+        return replace(maker, fingerprint=maker.fingerprint or self.fingerprint(identity))
+
     def fingerprint(self, identity: Identity) -> str:
         """Return the digest of what up to 16 rows of the table give: those that stand first in its smallest row group
         of as many, which is read for it. Empty where they give something else when called again, or raise: that is
@@ -59,8 +64,8 @@ class FlowSource(BatchSource):
         if smallest is None:
             return ""
         source._spec, source._endless = replace(self._spec, shuffle=False, window=1), False
-        plain = replace(identity, spec=source._spec, endless=False, tail="short")
-        rows = LaneRows(source, FlowPlan(_start(plain, self.maker)), 1)
+        plain = replace(identity, spec=source._spec, endless=False, tail="short", maker=self.maker)
+        rows = LaneRows(source, Plan(_start(plain)), 1)
         try:
             found, again = (rows_digest(one.items for one in rows.some(*smallest)) for _ in range(2))
         except Exception:
@@ -92,19 +97,19 @@ class FlowSource(BatchSource):
         """Return the items of a micro-batch as columns; None where there are none."""
         return collate(made.items, output=self.output) if made.count else None
 
-    def empty(self, state: FlowState) -> dict[str, Any]:
+    def empty(self, state: State) -> dict[str, Any]:
         """Return the columns of a batch without rows, by the first row that the transform yields in the epoch.
 
         Columns are unknown, and there are none, where it yields nothing of the first 4096 rows.
         """
-        rows = LaneRows(self, FlowPlan(_start(state.identity, state.maker, state.epoch)), 1)
+        rows = LaneRows(self, Plan(_start(state.identity, state.epoch)), 1)
         found = next((one.items for one in itertools.islice(rows.positions(0, 0), _TRIED) if len(one.items)), None)
         rows.close()
         return {} if found is None else empty_of(collate(found[:1], output=self.output))
 
 
-def _start(identity: Identity, maker: Maker, epoch: int = 0) -> FlowState:
-    return flow_start(identity, maker, epoch=epoch, num_lanes=1, batch_size=1, world_size=1)
+def _start(identity: Identity, epoch: int = 0) -> State:
+    return start(identity, epoch=epoch, num_lanes=1, batch_size=1, world_size=1)
 
 
 class LaneRows:
@@ -114,7 +119,7 @@ class LaneRows:
     nobody reads.
     """
 
-    def __init__(self, source: FlowSource, plan: FlowPlan, lanes: int) -> None:
+    def __init__(self, source: FlowSource, plan: Plan, lanes: int) -> None:
         self._source, self._plan, self._lanes = source, plan, lanes
         self._reader: PositionReader | None = source.new_reader(lanes)
 
@@ -150,7 +155,7 @@ class LaneRows:
     def some(self, start: int, stop: int) -> Iterator[PositionItems]:
         """Yield what positions [start, stop) of the only lane yield."""
         assert self._reader is not None
-        spans = self._plan.spans(0, start, stop)
+        spans = self._plan.lane_spans(0, start, stop)
         dealt = self._assignment(spans)
         found = self._source.take(self._reader, self._source.announce(self._reader, dealt), dealt.receipt)
         return self._called(found, spans)
@@ -169,7 +174,7 @@ class LaneRows:
         sizes, block = self._plan.sizes, self._source.block
         while sizes is None or done < sizes[lane]:
             stop = done + block if sizes is None else min(done + block, sizes[lane])
-            yield self._plan.spans(lane, done, stop)
+            yield self._plan.lane_spans(lane, done, stop)
             done = stop
 
     def _assignment(self, spans: list[Span]) -> Assignment:

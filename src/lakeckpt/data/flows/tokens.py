@@ -17,9 +17,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from lakeckpt.core.flows.batches import LaneBatch
-from lakeckpt.core.flows.state import FlowState, Maker
+from lakeckpt.core.identity import Maker
 from lakeckpt.core.receipts import Span
+from lakeckpt.core.state import State
+from lakeckpt.core.streams.lane_batches import LaneBatch
 from lakeckpt.data.flows.calls import maker_of
 from lakeckpt.data.flows.fingerprints import encoder_of, form_of
 from lakeckpt.data.flows.source import FlowSource
@@ -117,7 +118,7 @@ class TokenSource(FlowSource):
         """Return the tokens of a micro-batch as sequences; None where there are none."""
         return given(_sequences(made, self._tokenizing), self.output) if made.count else None
 
-    def empty(self, state: FlowState) -> dict[str, Any]:
+    def empty(self, state: State) -> dict[str, Any]:
         """Return the columns of a batch without sequences."""
         tokenizing = self._tokenizing
         return given(no_sequences(tokenizing.length, labels=tokenizing.labels), self.output)

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lakeckpt.core.flows.batches import LaneBatch
-from lakeckpt.core.flows.state import FlowState, Maker
+from lakeckpt.core.identity import Identity, Maker
 from lakeckpt.core.receipts import Span
-from lakeckpt.core.state import Identity
+from lakeckpt.core.state import State
+from lakeckpt.core.streams.lane_batches import LaneBatch
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.flows.tokens import given, no_sequences
 from lakeckpt.reading.columns.gather import cut, join_rows
@@ -53,7 +53,7 @@ class WholeSource(FlowSource):
         columns: Any = join_rows(cuts) if cuts else None
         return None if columns is None else given(columns, self.output)
 
-    def empty(self, state: FlowState) -> dict[str, Any]:
+    def empty(self, state: State) -> dict[str, Any]:
         """Return the columns of a batch without sequences."""
         packing = self._packing
         dtype = dtype_of(self._table.schema.field(packing.column).type)

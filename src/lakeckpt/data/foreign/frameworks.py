@@ -28,7 +28,7 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.errors import ConfigError, StateUnavailable
 
 __all__ = [
@@ -103,7 +103,7 @@ def counts_steps() -> bool:
     return _asked_by(3)
 
 
-def check_counted(state: ReaderState, world_size: int) -> None:
+def check_counted(state: State, world_size: int) -> None:
     """StateUnavailable where Lightning would go on within an epoch on other ranks, and miscount its steps. It does so
     also from the last step of an epoch. Of a checkpoint of the end of an epoch, it loads no loader's state."""
     before = state.segment.world_size

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.state import State
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.source import BatchSource, gives
@@ -95,7 +95,7 @@ class SharedEpoch:
 class WorkerPlace:
     """The place of worker ``worker`` of ``workers``: its part of the state of a StatefulDataLoader."""
 
-    state: ReaderState
+    state: State
     """Its ``step`` is the next one of this worker, or 0."""
     worker: Count
     workers: Positive

@@ -8,17 +8,17 @@ to another table version. The module reads no rows itself, and starts no threads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
-from lakeckpt.core.state import Identity
 from lakeckpt.data.options import OVERRIDABLE
 from lakeckpt.data.place.selecting import Selecting
-from lakeckpt.errors import ConfigError
+from lakeckpt.errors import ConfigError, StateMismatch
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns.convert import Nulls, check_convertible
@@ -27,7 +27,7 @@ from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.packing import Packing
 from lakeckpt.reading.windows.decode import select_columns
 
-__all__ = ["Pinned", "at_version", "differing", "override_of"]
+__all__ = ["Pinned", "at_version", "check_accepted", "differing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +117,21 @@ _WORDS = "{} in this dataset, {} in the state"
 
 
 def differing(mine: Identity, its: Identity, *, kept: str) -> list[str]:
-    """One line for each field in which a state's identity differs from the dataset's, led by the field's name.
+    """Return one line for each thing in which a state's identity differs from the dataset's, led by its name.
 
-    ``kept``: the dataset's filter, for people. Where both pack, and into sequences of other lengths, that is said in
-    place of what follows from it.
+    ``kept``: the dataset's filter, for people. If both pack, and into sequences of other lengths, that is said in place
+    of what follows from it.
     """
+    made = []
+    if mine.maker is not None and its.maker is not None:
+        same_rows = (mine.table, mine.selection) == (its.table, its.selection)
+        made = mine.maker.differences(its.maker, same_rows=same_rows)
+        if made and not mine.maker.name:  # the packing of whole documents is a part of their selection
+            its = replace(its, selection=mine.selection)
+    return [*made, *_of_rows(mine, its, kept)]
+
+
+def _of_rows(mine: Identity, its: Identity, kept: str) -> list[str]:
     if 1 not in (mine.unit, its.unit) and mine.unit != its.unit:
         like = replace(its, selection=mine.selection, rows=mine.rows, tokens=mine.tokens, unit=mine.unit)
         return [f"length: {_WORDS.format(mine.unit, its.unit)}", *mine.differences(like, words=_WORDS)]
@@ -153,7 +163,13 @@ def _selections(mine: str, its: str, kept: str) -> str:
     )
 
 
-def override_of(differences: Sequence[str]) -> str:
-    """Return the advice to accept ``differences``; empty where one of them cannot be accepted."""
+def check_accepted(differences: Sequence[str], *, accepted: Collection[str]) -> None:
+    """Raise StateMismatch if a state differs from the dataset in anything but ``accepted``, and say what to do."""
     names = sorted({line.split(":")[0] for line in differences})
-    return f", or accept them: ReadOptions(accept_changes={names})" if OVERRIDABLE.issuperset(names) else ""
+    rejected = [line for line in differences if line.split(":")[0] not in accepted]
+    if rejected:
+        override = f", or accept them: ReadOptions(accept_changes={names})" if OVERRIDABLE.issuperset(names) else ""
+        raise StateMismatch(
+            "the reader state belongs to another order of rows than that of this dataset. They differ in "
+            f"{'; '.join(rejected)}. Open the dataset with the values of the state{override}"
+        )

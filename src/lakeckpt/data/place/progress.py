@@ -2,31 +2,37 @@
 
 `Progress` plans an epoch for a topology, hands out assignments, and moves on as the training loop receives them. It
 keeps the *runs* since the last checkpoint (`lakeckpt.data.place.runs`), so the ledger records what the loop really got,
-also where a state was loaded or an epoch was begun again. It reads no rows, asks no other process, and starts no
-threads.
+also if a state was loaded or an epoch was begun again.
+It reads no rows, asks no other process, and starts no threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
+from lakeckpt.core.changes import check_place, fit_lanes, rebase, replan, start
+from lakeckpt.core.identity import Identity, Maker
 from lakeckpt.core.lanes import micro_batches
-from lakeckpt.core.plan import Assignment, Plan, check_place, fit_lanes, is_start, rebase, replan, start
+from lakeckpt.core.plan import Assignment, Plan
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import MAX_EPOCH, Identity, ReaderState
+from lakeckpt.core.state import MAX_EPOCH, State
+from lakeckpt.core.streams.mixed_batches import AnyReceipt
 from lakeckpt.data.options import check_lanes
 from lakeckpt.data.place.deliveries import Deliveries
-from lakeckpt.data.place.identity import Pinned, at_version, differing, override_of
+from lakeckpt.data.place.identity import Pinned, at_version, check_accepted, differing
 from lakeckpt.data.place.runs import Runs
-from lakeckpt.errors import ConfigError, StateMismatch, StateUnavailable
+from lakeckpt.errors import ConfigError, StateError, StateUnavailable
 
 __all__ = ["Progress"]
 
 
 class Progress:
-    """The place of one rank; every rank of a job in lockstep has an equal one."""
+    """The place of one rank; every rank of a job in lockstep has an equal one.
+
+    ``describes`` says what makes any number of items of each row, and reads a few rows for it; None: nothing does.
+    """
 
     def __init__(
         self,
@@ -38,8 +44,9 @@ class Progress:
         accept_changes: Collection[str] = frozenset(),
         moves: bool = False,
         follows: bool = False,
+        describes: Callable[[Identity], Maker] | None = None,
     ) -> None:
-        self._moves, self._follows = moves, follows
+        self._moves, self._follows, self._describes = moves, follows, describes
         self._identity: Identity | Pinned
         self._later: Identity | Pinned | None = None
         self._pin(identity)
@@ -47,14 +54,14 @@ class Progress:
         self.over = False
         """True once the loop has seen the end of the epoch at hand."""
         self._batch_size, self._num_lanes, self._row_wise = batch_size, num_lanes, row_wise
-        self._accept = accept_changes
+        self._accept = frozenset(accept_changes)
         self._first_epoch = 0
-        self._begun = Runs()
-        self._state: ReaderState | None = None
-        self._reached = 0
-        """The steps that were delivered. `_now` makes a state of it: one for each micro-batch would be felt."""
+        self.runs = Runs()
+        """The runs since the mark; the last run ends with the current state."""
         self._settled: tuple[int, int] | None = None
         self._plan: Plan | None = None
+        self._last_step: int | None = None
+        """The number of steps of the epoch, if it depends on the data and all ranks know it."""
         self._iteration, self._began = 0, -1
         self.deliveries = Deliveries(row_wise=row_wise)
         self.replanned = 0
@@ -66,50 +73,57 @@ class Progress:
     def identity(self) -> Identity:
         """The identity of the order of rows. Where rows are filtered, asking for it counts them."""
         if isinstance(self._identity, Pinned):
-            self._identity = self._identity.identity()
+            found = self._identity.identity()
+            self._identity = found if self._describes is None else replace(found, maker=self._describes(found))
         return self._identity
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the stream has no end, so that it counts its epochs itself."""
+        return self.identity.endless
+
+    @property
+    def seed(self) -> int:
+        """The seed of the order."""
+        return self.identity.spec.seed
+
+    @property
+    def origin(self) -> State:
+        """The state of the whole job that all ranks went on from last; `settle` first."""
+        assert self.runs.origin is not None
+        return self.runs.origin
 
     @property
     def epoch(self) -> int:
         """The epoch at hand: the next one once the loop has seen the end."""
-        return self._first_epoch if self._state is None else self._state.epoch + self.over
+        state = self.runs.glance()
+        return self._first_epoch if state is None else state.epoch + self.over
 
     @property
     def begun(self) -> bool:
         """True where there is a state to go on from: a state that was loaded, or settled for an iteration."""
-        return self._state is not None
+        return self.runs.origin is not None
 
     @property
     def at_start(self) -> bool:
         """True where nothing of the epoch at hand has been delivered."""
-        state = self._now()
-        return state is None or self.over or is_start(state)
-
-    @property
-    def runs(self) -> Runs:
-        """The runs since the mark; the last run ends with the state at hand."""
-        self._now()
-        return self._begun
+        state = self.runs.state
+        return state is None or self.over or state.is_start
 
     def accepts(self, change: str) -> bool:
         """Return whether the user accepts this difference between states and the dataset."""
         return change in self._accept
 
-    def goes_on_elsewhere(self, state: ReaderState) -> bool:
+    def goes_on_elsewhere(self, state: State) -> bool:
         """Return whether versions move and ``state`` needs nothing of the version that it names: its epoch has not
         begun, or is all read."""
-        return self._moves and not state.identity.endless and (is_start(state) or Plan(state).at_end)
+        return self._moves and not state.identity.endless and (state.is_start or Plan(state).at_end)
 
     @property
     def plan(self) -> Plan:
         """The plan of the segment at hand; `settle` first."""
-        assert self._state is not None
-        if (
-            self._plan is None
-            or self._plan.segment != self._state.segment
-            or self._plan.state.epoch != self._state.epoch
-        ):
-            self._plan = Plan(self._state)
+        if self._plan is None:
+            self._plan = Plan(self.origin)
         return self._plan
 
     @property
@@ -119,17 +133,17 @@ class Progress:
 
     def knows_lanes(self, world_size: int) -> bool:
         """Return whether the number of lanes is known without that of the workers: it was given, or a state has it."""
-        stored = None if self._state is None else self._state.segment.num_lanes
+        stored = None if self.runs.origin is None else self.origin.segment.num_lanes
         return self._num_lanes is not None or (stored is not None and stored % world_size == 0)
 
     @property
-    def state(self) -> ReaderState:
+    def state(self) -> State:
         """The state of all that was delivered; `settle` first."""
-        state = self._now()
+        state = self.runs.state
         assert state is not None
         return self._start_of(state.epoch + 1, state) if self.over else state
 
-    def at(self, receipt: Receipt | None) -> ReaderState:
+    def at(self, receipt: AnyReceipt | None) -> State:
         """Return the state of all up to ``receipt``, or of all that was delivered. Raises StateUnavailable."""
         return self.state if receipt is None else self.runs.at(receipt)
 
@@ -140,64 +154,66 @@ class Progress:
 
         ``num_lanes`` is the number that was agreed on with other processes, a multiple of ``world_size``.
         """
-        if self._state is not None and self._settled == (world_size, workers) and not self.over:
+        if self.begun and self._settled == (world_size, workers) and not self.over:
             return
         settled = self.settled(world_size, workers, num_lanes=num_lanes)
-        if settled is not self._state:
+        if settled is not self.runs.state:
             self._set(settled)
         self._settled = (world_size, workers)
 
-    def settled(self, world_size: int, workers: int, *, num_lanes: int | None = None) -> ReaderState:
+    def settled(self, world_size: int, workers: int, *, num_lanes: int | None = None) -> State:
         """Return the state that `settle` would go on from."""
-        state = self._now()
+        state = self.runs.state
         stored = None if state is None else state.segment.num_lanes
         num_lanes = num_lanes or fit_lanes(self._num_lanes, stored, world_size, workers)
         check_lanes(num_lanes)
         topology: dict[str, Any] = {"num_lanes": num_lanes, "batch_size": self._batch_size, "world_size": world_size}
         if state is None or self.over:
-            return self._begin(self.epoch, **topology)
-        return self._go_on(state, **topology)
+            return start(self.identity, epoch=self.epoch, **topology)
+        return replan(state, **topology)
 
-    def following(self, state: ReaderState) -> ReaderState:
+    def following(self, state: State) -> State:
         """Return the start of the epoch after that of ``state``, in the order of this identity."""
         return self._start_of(state.epoch + 1, state)
 
-    def read(self, plain: object) -> ReaderState:
-        """Return the state of which `ReaderState.to_plain` made ``plain``. Raises StateError where it is none."""
-        return ReaderState.from_plain(plain)
+    def read(self, plain: object) -> State:
+        """Return the state of which `State.to_plain` made ``plain``. Raises StateError if it is none, or if consumption
+        depends on the data here and not there, or there and not here."""
+        found = State.from_plain(plain)
+        if found.mixing is not None:
+            raise StateError("this is the state of a mixture, and this loader reads one dataset")
+        if (found.held is None) != (self._describes is None):
+            kinds = "each row is one row", 'rows give any number of rows (rows="many", a tokenizer=, whole documents)'
+            here, there = kinds if self._describes is None else kinds[::-1]
+            raise StateError(f"in this dataset {here}, and the state was saved by a reader in which {there}")
+        return found
 
-    def load(self, state: ReaderState, *, ahead: int = 0) -> None:
+    def load(self, state: State, *, ahead: int = 0) -> None:
         """Go on from ``state``; StateMismatch, without a change, if it belongs to another order of rows.
 
-        StateError if no job reaches it: see `check_place`, for ``ahead`` as well.
+        StateError if it is a part of a state, or if no job reaches it: see `check_place`, for ``ahead`` as well.
         """
+        if state.held is not None and not state.is_whole:
+            raise StateError(
+                f"this is the part of the ranks {state.held.ranks} of {state.segment.world_size}: "
+                "lakeckpt.merge_states joins the states of all ranks, and every rank loads the result"
+            )
         mine = identity = self._to_compare(state)
         given = state
         if self.goes_on_elsewhere(state):
-            if not is_start(state):  # the loop has yet to see the end of an epoch of which nothing is left
+            if not state.is_start:  # the loop has yet to see the end of an epoch of which nothing is left
                 identity = identity.of_version(state.identity)
-            state = replace(state, identity=at_version(self.identity, state.identity))
+            state = replace(state, orders=(at_version(self.identity, state.identity),))
         never = {"tail"} if state.identity.tail == "carry" else set[str]()
-        self.check_accepted(differing(mine, state.identity, kept=self._kept), never=never)
+        check_accepted(differing(mine, state.identity, kept=self._kept), accepted=self._accept - never)
         check_place(given, ahead=ahead)
         self._identity = mine
         if mine.tail != state.identity.tail:
             state = rebase(state, identity)
         self.last_receipt = None
         self._iteration += 1
-        self._set(replace(state, identity=identity))
+        self._set(replace(state, orders=(identity,)))
         self._settled = None
-
-    def check_accepted(self, differences: Sequence[str], *, never: Collection[str] = ()) -> None:
-        """Raise StateMismatch where a state differs from this dataset, and the user does not accept it, or cannot."""
-        accepted = set(self._accept) - set(never)
-        rejected = [line for line in differences if line.split(":")[0] not in accepted]
-        if rejected:
-            raise StateMismatch(
-                "the reader state belongs to another order of rows than that of this dataset. They differ in "
-                + "; ".join(rejected)
-                + f". Open the dataset with the values of the state{override_of(differences)}"
-            )
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``."""
@@ -205,13 +221,14 @@ class Progress:
             raise ConfigError("an endless stream has no epoch to go to; load a state, or make a new dataset")
         if not 0 <= epoch <= MAX_EPOCH:
             raise ConfigError(f"epochs are counted from 0 to {MAX_EPOCH}, got {epoch}")
-        self.last_receipt = None
-        self._iteration += 1
         self._leave_rest()
-        if self._state is None:
-            self._first_epoch = epoch
-        else:
-            self._set(self._start_of(epoch, self._state))
+        self._restart(epoch)
+
+    def _restart(self, epoch: int) -> None:
+        self.last_receipt, self._first_epoch = None, epoch
+        self._iteration += 1
+        if (state := self.runs.state) is not None:
+            self._set(self._start_of(epoch, state))
             self._settled = None  # at an end there was nothing to plan anew: it is of the topology before
 
     def move_to(self, identity: Identity | Pinned) -> None:
@@ -219,17 +236,13 @@ class Progress:
         assert self.at_start, "a version is never changed inside of an epoch"
         epoch = self.epoch
         self._pin(identity)
-        self._first_epoch = epoch
-        if self._state is not None:
-            self.last_receipt = None
-            self._set(self._start_of(epoch, self._state))
-            self._settled = None
+        self._restart(epoch)
 
     def go_over(self, identity: Identity | Pinned) -> None:
         """Go to the start of the next tranche, in the same topology. The tranche at hand has no full step left."""
         state, steps, settled = self.state, self.plan.steps, self._settled
         assert settled is not None and state.step == steps, "a tranche is read to its last full step"
-        self.runs.finish(moves=True)
+        self.runs.finish(None, moves=True)
         self._pin(identity)
         self._set(self._start_of(state.epoch + 1, state))
         self._settled = None  # at an end there was nothing to plan anew
@@ -261,13 +274,14 @@ class Progress:
         undo = self.remember()
         self._pin(identity)
         self.last_receipt, self.over = None, False
-        self._state = self._settled = self._plan = self._later = None
+        self._settled = self._plan = self._later = None
+        self.runs.leave()
         self._iteration += 1
         return undo
 
     def remember(self) -> Callable[[], None]:
         """Return a function that goes back to where this is now; iterations that have begun are out of date then."""
-        before = {**self.__dict__, "_begun": self.runs.copy()}
+        before = {**self.__dict__, "runs": self.runs.copy()}
 
         def undo() -> None:
             iteration = self._iteration + 1
@@ -276,9 +290,9 @@ class Progress:
 
         return undo
 
-    def go_to(self, state: ReaderState) -> None:
+    def go_to(self, state: State) -> None:
         """Go on from ``state``, which follows from the state at hand, or is of the first step."""
-        if state is not self._state:
+        if state is not self.runs.state:
             self._set(state)
 
     def _pin(self, identity: Identity | Pinned) -> None:
@@ -304,14 +318,13 @@ class Progress:
 
     def delivered(self, receipt: Receipt) -> None:
         """Note that the loop got what ``receipt`` is of."""
-        assert self._reached == receipt.step, f"{receipt} was delivered at step {self._reached}"
-        self._reached = receipt.step + 1
+        self.runs.advance(receipt)
         self.last_receipt = receipt
         self.deliveries.delivered(self._iteration)
 
     def reached(self, step: int, iteration: int) -> None:
         """Note that the loop got what a mixture has in ``step``, of this source and others."""
-        self._reached = step + 1
+        self.runs.reached = step + 1
         self.deliveries.delivered(iteration)
 
     def turn(self, rank: int, *, loaded: bool = False) -> None:
@@ -319,13 +332,13 @@ class Progress:
 
         Loops that count steps never ask for more than there is; they take nothing of an epoch that has nothing for
         ``rank``. A state of the end of an epoch that was loaded shows the loop that end once. ``loaded``: the loop
-        counted, and has seen it.
+        counted, and has seen it. If consumption depends on the data, a rank alone does not know whether it is over.
         """
-        last, state, began = self.last_receipt, self._state, self._began == self._iteration
-        if state is None or self.over or self._follows:
+        last, state, began = self.last_receipt, self.runs.origin, self._began == self._iteration
+        if state is None or self.over or self._follows or state.held is not None:
             return
         took = last is not None and last.epoch == state.epoch
-        plan, step, left = self.plan, self._reached, True
+        plan, step, left = self.plan, self.runs.reached, True
         if self._row_wise and (took or began):
             # An epoch's last step may not have a row for every rank. A rank does not know which of the others have got
             # theirs, so its state stays before that step until it begins the next epoch.
@@ -334,12 +347,18 @@ class Progress:
         if not left or ((took or loaded or began) and plan.steps == step):
             self.finish()
 
+    def ends_at(self, steps: int) -> None:
+        """Note that the epoch has ``steps`` steps, on all ranks, as the data say."""
+        self._last_step = steps
+
     def end(self, step: int) -> None:
-        """Note that the iteration ended before ``step``. Raises StateUnavailable where there is more of the epoch."""
-        if step != self.plan.steps:
+        """Note that the iteration ended before ``step``. Raises StateUnavailable if there is more of the epoch."""
+        steps = self.plan.steps if self.origin.held is None else self._last_step
+        if step != steps:
+            of = "" if steps is None else f" of {steps}"
             raise StateUnavailable(
-                f"the iterator over epoch {self.epoch} was closed and ended before step {step} of {self.plan.steps}: "
-                "go on with a new iterator, iter(loader)"
+                f"the iterator over epoch {self.epoch} was closed and ended before step {step}{of}: go on with a new "
+                "iterator, iter(loader)"
             )
         self.finish()
 
@@ -348,14 +367,9 @@ class Progress:
         a tranche is none: what is left of it is part of the next one."""
         if self._follows:
             return
-        if self.plan.steps is not None:
-            self._reached = self.plan.steps
-        self._leave(moves=self._moves)
-
-    def _leave(self, *, moves: bool) -> None:
         self.over, self._began = True, -1
         self.deliveries.end()
-        self.runs.finish(moves=moves)
+        self.runs.finish(self.plan.steps, moves=self._moves)
         self._leave_rest()
 
     def assignments(self, rank: int) -> Iterator[Assignment]:
@@ -368,32 +382,17 @@ class Progress:
 
     # --- inside
 
-    def _to_compare(self, state: ReaderState) -> Identity:
+    def _to_compare(self, state: State) -> Identity:
         """Return the identity with which ``state`` is compared: the last tranche before an idle end has another
         tail."""
         tail = state.identity.tail
         return replace(self.identity, tail=tail) if self._follows and tail != "drop" else self.identity
 
-    def _now(self) -> ReaderState | None:
-        """Return the state of all that was delivered, and move the end of the last run there."""
-        state = self._state
-        if state is not None and self._reached != state.step:
-            state = self._state = state.moved(step=self._reached)
-            self._begun.reach(state)
-        return state
+    def _set(self, state: State) -> None:
+        self.runs.begin(state)
+        self._plan, self._last_step, self.over = None, None, False
 
-    def _set(self, state: ReaderState) -> None:
-        runs = self.runs
-        self._state, self._reached, self._plan, self.over = state, state.step, None, False
-        runs.begin(state)
-
-    def _start_of(self, epoch: int, state: ReaderState) -> ReaderState:
+    def _start_of(self, epoch: int, state: State) -> State:
         """Return the start of ``epoch``, in the order of this identity and the topology of ``state``."""
         num_lanes, batch_size, world_size = state.segment.topology
-        return self._begin(epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
-
-    def _begin(self, epoch: int, **topology: Any) -> ReaderState:
-        return start(self.identity, epoch=epoch, **topology)
-
-    def _go_on(self, state: ReaderState, **topology: Any) -> ReaderState:
-        return replan(state, **topology)
+        return start(self.identity, epoch=epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)

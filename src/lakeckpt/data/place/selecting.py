@@ -17,9 +17,10 @@ import warnings
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.utils.data import get_worker_info
 
+from lakeckpt.data.base.torch_private import job_store
 from lakeckpt.lake.table.table import Table
 from lakeckpt.progress import progress_bar
 from lakeckpt.reading.filters.count import count_rows
@@ -123,10 +124,6 @@ class Selecting:
         return found
 
     def _store(self) -> Any:
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return None
-        with contextlib.suppress(RuntimeError, ValueError):
-            store = dist.distributed_c10d._get_default_store()
-            name = f"lakeckpt/selection/{self.table.index.digest}/{self.digest}"
-            return dist.distributed_c10d.PrefixStore(name, store)
-        return None
+        store = job_store(2)
+        name = f"lakeckpt/selection/{self.table.index.digest}/{self.digest}"
+        return None if store is None else PrefixStore(name, store)

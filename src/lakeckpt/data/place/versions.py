@@ -15,8 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lakeckpt.core.plan import Plan, is_start, start
-from lakeckpt.core.state import ReaderState
+from lakeckpt.core.changes import start
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import State
 from lakeckpt.data.options import Follow, ReadOptions
 from lakeckpt.data.place.broadcast import found_by_first
 from lakeckpt.data.place.following import Look, next_tranche
@@ -39,7 +40,7 @@ class Fit:
     excluding: TableIndex | None = None
     """``index`` with the row groups that the table excludes now: the rest of the state's epoch goes on with it. None:
     ``index`` excludes the same row groups."""
-    begins: ReaderState | None = None
+    begins: State | None = None
     """The start of an epoch in ``index``, with which to go on: nothing of the state's epoch, or all of it, was read."""
     skipped: str = ""
     """The reason for which the rest of the state's epoch is dropped and the next epoch begun; empty: it is not."""
@@ -112,7 +113,7 @@ class Versions:
 
     # --- after a restore
 
-    def fit(self, state: ReaderState, saved: Callable[[str], TableIndex | None], *, look: bool) -> Fit:
+    def fit(self, state: State, saved: Callable[[str], TableIndex | None], *, look: bool) -> Fit:
         """Return how to go on from ``state``. With ``look``, compare the files of its version with the store first.
 
         ``saved`` returns the index with a digest that was kept beside the state, or None. Raises `TableVersionGone` and
@@ -146,9 +147,9 @@ class Versions:
             return Fit(index=index, grown="" if self._follow else _grown(index, live.index))
         return self._fit_excluding(state, index, excluding)
 
-    def _fit_excluding(self, state: Any, index: TableIndex, excluding: TableIndex) -> Fit:
+    def _fit_excluding(self, state: State, index: TableIndex, excluding: TableIndex) -> Fit:
         """Return how the rest of the epoch goes on with other excluded row groups; a rest is made of stored rows."""
-        if self._follow is not None or not isinstance(state, ReaderState):
+        if self._follow is not None or state.held is not None:
             why = "the table is followed" if self._follow is not None else "its transform decides what a row yields"
             raise StateMismatch(
                 f"exclude= of the table {self.at_hand.table.uri!r} is not as it was when the checkpoint was made, and "
@@ -157,7 +158,7 @@ class Versions:
         pinned, at_end = self._of(excluding), Plan(state).at_end
         if not (state.identity.endless or state.identity.selection):
             return Fit(index=index, excluding=excluding)
-        if not state.identity.endless and (at_end or is_start(state)):
+        if not state.identity.endless and (at_end or state.is_start):
             lanes, batch_size, ranks = state.segment.topology
             begins = start(
                 pinned.identity(), epoch=state.epoch + at_end, num_lanes=lanes, batch_size=batch_size, world_size=ranks
@@ -303,7 +304,7 @@ def _compare_etags(live: Table, saved: TableIndex) -> None:
         )
 
 
-def _with_advice(error: DataFileChanged, state: ReaderState) -> DataFileChanged:
+def _with_advice(error: DataFileChanged, state: State) -> DataFileChanged:
     text = f"{error}. The checkpoint is in the middle of epoch {state.epoch}, which reads that version. "
     if state.identity.tail == "carry":
         text += "A stream that follows a table needs the files of its tranche: put them back, or begin a new run"

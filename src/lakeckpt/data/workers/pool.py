@@ -18,13 +18,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, Sampler
-from torch.utils.data._utils import signal_handling
 
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.counters import add_stores
+from lakeckpt.data.base.torch_private import ExceptionWrapper, leave_signals, queued, stop_workers, worker_process
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.workers.groups import Arrived, Group
 from lakeckpt.data.workers.packing import unpack
@@ -169,7 +168,7 @@ class _Worker:
             self._groups = groups
             _ITERATORS.add(groups)
             weakref.finalize(groups, self._memory.close).atexit = False
-            _leave_signals(groups)
+            leave_signals(groups)
 
     def next(self, assignment: Assignment) -> Arrived:
         """Return the worker's next micro-batch, which is that of ``assignment``."""
@@ -190,8 +189,7 @@ class _Worker:
     def ready(self) -> int:
         """The micro-batches of the group that the loop is at, and of groups that wait in torch's queue. What these hold
         is not known before they are received: each counts as the last one did."""
-        queue = getattr(self._groups, "_data_queue", None)
-        return len(self._last.arrived) + (0 if queue is None else queue.qsize() * self._size)
+        return len(self._last.arrived) + queued(self._groups) * self._size
 
     @property
     def is_alive(self) -> bool:
@@ -202,12 +200,12 @@ class _Worker:
         """Stop the process and join it."""
         groups, self._groups, self._loader = self._groups, None, None
         if groups is not None:
-            groups._shutdown_workers()  # now: the traceback of an error may refer to it for long
+            stop_workers(groups)  # now: the traceback of an error may refer to it for long
             self._memory.close()
 
     @property
     def _process(self) -> Any:
-        return self._groups._workers[0]
+        return worker_process(self._groups)
 
     def _next_group(self, assignment: Assignment) -> Group:
         try:
@@ -266,17 +264,6 @@ def _limits(prefetch_factor: int | None, memory_limit_bytes: int | None, *, grou
 
 def _same(group: Any) -> Any:
     return group
-
-
-def _leave_signals(groups: Any) -> None:
-    """Have torch notice a worker's death where it waits for the worker, and not in its handler of SIGCHLD.
-
-    The handler raises at any line of the main thread, also after a batch was counted and before the loop has it. A
-    torch that waits looks at its workers every 5 s.
-    """
-    if groups._worker_pids_set:
-        signal_handling._remove_worker_pids(id(groups))  # type: ignore[attr-defined]
-        groups._worker_pids_set = False
 
 
 def _out_of_step(found: str, assignment: Assignment) -> StateUnavailable:

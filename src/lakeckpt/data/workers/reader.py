@@ -28,15 +28,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
-from lakeckpt.core.flows.state import FlowState
-from lakeckpt.core.state import ReaderState
-from lakeckpt.core.streams.mixture import MixedState, stretches
+from lakeckpt.core.state import State
+from lakeckpt.core.streams.mixture import stretches
 from lakeckpt.counters import take_stores
 from lakeckpt.data.ahead import Ahead
+from lakeckpt.data.base.torch_private import ExceptionWrapper, set_worker_info
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.flows.reading import FlowReading
 from lakeckpt.data.flows.source import FlowSource
@@ -55,8 +53,8 @@ _GROUP_S = 0.05
 class Beginning:
     """The place where an iteration begins, from which a worker plans."""
 
-    state: ReaderState | MixedState | FlowState
-    """The state of the job; of a flow, the part of the rank, or the state of the job."""
+    state: State
+    """The state of the job, or if consumption depends on the data, the part of the rank."""
     rank: int
 
 
@@ -109,7 +107,6 @@ class WorkerReader(Dataset[Group]):
         if not isinstance(source, FlowSource):
             return Ahead(source, _assignments(beginning, worker, workers))
         state = beginning.state
-        assert isinstance(state, FlowState)
         ranks = state.segment.world_size
         return FlowReading(source, state, beginning.rank, owns=lambda lane: lane // ranks % workers == worker)
 
@@ -150,9 +147,7 @@ class WorkerInit:
         _end_with_main()
         info = get_worker_info()
         assert info is not None and isinstance(info.dataset, WorkerReader)
-        torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=self.worker, num_workers=self.workers, seed=info.seed, dataset=info.dataset.dataset
-        )
+        set_worker_info(worker=self.worker, workers=self.workers, seed=info.seed, dataset=info.dataset.dataset)
         if self.worker_init_fn is not None:
             self.worker_init_fn(self.worker)
 
@@ -178,7 +173,6 @@ def _exit_after(main: Any) -> None:
 def _assignments(beginning: Beginning, worker: int, workers: int) -> Iterator[Any]:
     """Yield what ``worker`` of ``workers`` reads of the rest of the epoch."""
     rank, state = beginning.rank, beginning.state
-    assert not isinstance(state, FlowState)
     for plan, step, stop in stretches(state):
         while stop is None or step < stop:
             if plan.owner(step, rank) % workers == worker:

@@ -26,7 +26,7 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Left, Rest, spans_of, turns
 from lakeckpt.core.order import lane_bounds
 from lakeckpt.core.receipts import Span
-from lakeckpt.core.streams.mixing import SCALE, Share
+from lakeckpt.core.streams.mixing import Share
 
 __all__ = ["StreamDeal"]
 
@@ -214,12 +214,19 @@ class StreamDeal:
             every = self._before(whole)
         elif begun:
             every = begun[-1].before + np.diff(begun[-1].bounds)
-        lanes, low, high = np.arange(self.num_lanes), np.zeros_like(every), (every + 2) * SCALE
+        lanes, (low, high) = np.arange(self.num_lanes), self._turns_around(every)
         while (low < high).any():  # the most turns after which no lane has more than it has of epochs up to this one
             middle = (low + high + 1) // 2
             fits = self._before_turns(lanes, middle) <= every
             low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
         return self.first + int((low * self.num_lanes + lanes).min())
+
+    def _turns_around(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return numbers of micro-batches in which each lane surely gives fewer, and more, than ``rows`` positions."""
+        if self.share is None:
+            return rows // self.batch_size, rows // self.batch_size + 1
+        found = [self.share.turns_around(int(one), self.batch_size) for one in rows]
+        return np.array([low for low, _ in found], np.int64), np.array([high for _, high in found], np.int64)
 
     def rest(self, micro_batch: int) -> Rest:
         """See `lakeckpt.core.lanes.Deal`."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lakeckpt.core.flows.plan import Frontier
+from lakeckpt.core.state import Frontier
 from lakeckpt.errors import StateMismatch
 
 __all__ = ["LaneBatch", "LaneBatches", "Piece", "PositionItems"]

@@ -1,0 +1,183 @@
+"""This module makes reader states: the start of an epoch, and states that follow from other states.
+
+`replan` opens a segment when the topology or the batch size changes. While the lanes and the batch size stay, the deal
+goes on, so that micro-batches are the same for every number of ranks that divides the lanes; else what is left is
+re-cut: positions are divided, never permuted again. If consumption depends on the data, frontiers stay while the number
+of lanes does; a re-cut gives each position that has begun to the lane it falls to, at its offset.
+
+The module never reads a row, and never communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lakeckpt.core.identity import Identity
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import MAX_EPOCH, Frontier, Held, Segment, State, lanes_of
+from lakeckpt.errors import StateError
+
+__all__ = [
+    "MAX_SEGMENTS",
+    "check_place",
+    "fit_lanes",
+    "moved",
+    "of_each",
+    "opening",
+    "part_of",
+    "rebase",
+    "replan",
+    "start",
+]
+
+MAX_SEGMENTS = 32
+"""A state with more segments is written with the rest that was left at its last re-cut instead of what came before."""
+
+
+def fit_lanes(wanted: int | None, stored: int | None, world_size: int, workers: int) -> int:
+    """Return the number of lanes for a topology: a multiple of ``world_size``.
+
+    ``wanted`` (the user's) is rounded up to a multiple; without it, the ``stored`` number is kept if it is one; else it
+    is ``world_size * max(1, workers)``.
+
+    >>> fit_lanes(8, None, 3, 0), fit_lanes(None, 8, 4, 2), fit_lanes(None, 8, 3, 2)
+    (9, 8, 6)
+    """
+    if wanted is not None:
+        return -(-wanted // world_size) * world_size
+    if stored is not None and stored % world_size == 0:
+        return stored
+    return world_size * max(1, workers)
+
+
+def start(identity: Identity, *, epoch: int, num_lanes: int, batch_size: int, world_size: int) -> State:
+    """Return the state of the whole job before the first step of ``epoch``."""
+    first = Segment(micro_batch=0, step=0, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
+    return State(orders=(identity,), epoch=epoch, segments=(first,), step=0, held=_unread(identity, first))
+
+
+def _unread(identity: Identity, segment: Segment) -> Held | None:
+    """Return the frontiers of lanes of which nothing was consumed; None in lockstep."""
+    if identity.maker is None:
+        return None
+    nothing = (0,) * segment.num_lanes
+    return Held(ranks=Intervals.whole(segment.world_size), done=nothing, offsets=nothing)
+
+
+def check_place(state: State, *, ahead: int = 0) -> None:
+    """Raise StateError if ``state`` is more than ``ahead`` steps behind the end of its epoch.
+
+    Such a state was damaged or made by hand. Loading it would skip rows without an error. A mixture has no such end.
+    """
+    if state.mixing is not None:
+        return
+    steps = Plan(state).steps if state.epoch <= MAX_EPOCH else 0
+    if steps is not None and state.step > steps + ahead:
+        raise StateError(
+            f"no job comes to this reader state: it stands at step {state.step} of epoch {state.epoch}, which has "
+            f"{steps}. It was damaged or made by hand: load a state as it was saved"
+        )
+
+
+def replan(state: State, *, num_lanes: int, batch_size: int, world_size: int) -> State:
+    """Return ``state``, which is of one order, going on with another topology: unchanged if it is the same.
+
+    Every row, or item, that is left is dealt again exactly once. An epoch that has not begun is planned anew; one that
+    is over stays as it is. `StateError` if the topology changes and ``state`` is a part.
+    """
+    topology: dict[str, Any] = {"num_lanes": num_lanes, "batch_size": batch_size, "world_size": world_size}
+    if state.segment.topology == (num_lanes, batch_size, world_size):
+        return state
+    if not state.is_whole:
+        assert state.held is not None
+        raise StateError(
+            f"this is the part of the ranks {state.held.ranks} of {state.segment.world_size}, and another topology "
+            "needs the state of the whole job: lakeckpt.merge_states joins the parts of all ranks"
+        )
+    if state.is_start or (state.step == 0 and not state.bases and state.held is None):
+        return start(state.identity, epoch=state.epoch, **topology)
+    plan = Plan(state)
+    if plan.at_end:
+        return state
+    opened = Segment(micro_batch=plan.micro_batch(state.step), step=state.step, **topology)
+    if state.held is not None:
+        return _with_lanes(plan, opened)
+    return opening(state, opened)
+
+
+def opening(state: State, opened: Segment) -> State:
+    """Return ``state`` with one more segment, ``opened``, or without those that what is to come does not depend on."""
+    state = replace(state, segments=(*state.segments, opened))
+    return state if len(state.segments) <= MAX_SEGMENTS else _shortened(state)
+
+
+def _with_lanes(plan: Plan, opened: Segment) -> State:
+    """Return the state of ``plan``, which holds frontiers, going on in the segment ``opened``."""
+    state = plan.state
+    if opened.num_lanes != state.segment.num_lanes:
+        held = _unread(state.identity, opened)
+        return replace(state, segments=(opened,), bases=(plan.left,), begun=plan.begun, held=held)
+    assert state.held is not None
+    return replace(state, segments=(opened,), held=replace(state.held, ranks=Intervals.whole(opened.world_size)))
+
+
+def rebase(state: State, identity: Identity) -> State:
+    """Return ``state``, which is in lockstep, with what is left of it dealt anew, with the ends of ``identity``.
+
+    ``identity`` has as many rows in the same order. An epoch that has not begun is only renamed.
+    """
+    if state.step == 0 and not state.bases:
+        return replace(state, orders=(identity,))
+    plan = Plan(state)
+    opened = replace(state.segment, micro_batch=plan.micro_batch(state.step), step=state.step)
+    return replace(state, orders=(identity,), bases=(plan.rest(state.step),), segments=(opened,))
+
+
+def _shortened(state: State) -> State:
+    """Return the state without the segments that what is to come does not depend on."""
+    recuts = [Plan(one).recut for one in of_each(state)]
+    index, rests = recuts[0][0], tuple(rest for _, rest in recuts if rest is not None)
+    kept = (state.segments[index],) if index == len(state.segments) - 1 else (state.segments[index], state.segments[-1])
+    return replace(state, bases=rests, segments=kept)
+
+
+def of_each(state: State) -> list[State]:
+    """Return ``state`` as each source of a mixture sees it; of one order, as it is."""
+    return [state] if state.mixing is None else [state.of(number) for number in range(len(state.orders))]
+
+
+def moved(state: State, *, step: int, frontiers: Mapping[int, Frontier]) -> State:
+    """Return ``state`` with ``step`` steps done, and its lanes at ``frontiers``; other lanes stay where they are.
+
+    In lockstep there are no ``frontiers``.
+    """
+    if state.held is None:
+        return state.moved(step=step)
+    found = state.frontiers
+    if not found.keys() >= frontiers.keys():
+        raise ValueError(f"a part with lanes {sorted(found)[:8]} has none of {sorted(frontiers.keys() - found.keys())}")
+    return _holding(state.moved(step=step), None, (found | dict(frontiers)).values())
+
+
+def part_of(state: State, rank: int) -> State:
+    """Return the part of ``rank``; ValueError if ``state`` does not hold the lanes of that rank."""
+    assert state.held is not None
+    ranks = Intervals.of([(rank, rank + 1)])
+    if ranks.difference(state.held.ranks):
+        raise ValueError(f"a state of the ranks {state.held.ranks} has no part of rank {rank}")
+    found = state.frontiers
+    return _holding(state, ranks, [found[lane] for lane in lanes_of(state.segment, ranks).tolist()])
+
+
+def _holding(state: State, ranks: Intervals | None, frontiers: Any) -> State:
+    """Return ``state`` with the frontiers of ``ranks`` (None: of the same ones)."""
+    assert state.held is not None
+    held = Held(
+        ranks=state.held.ranks if ranks is None else ranks,
+        done=tuple(done for done, _ in frontiers),
+        offsets=tuple(offset for _, offset in frontiers),
+    )
+    return replace(state, held=held)

@@ -1,0 +1,1 @@
+"""What all of ``lakeckpt.data`` stands on."""
