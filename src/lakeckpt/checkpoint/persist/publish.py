@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from lakeckpt import __version__
 from lakeckpt.checkpoint.bubbles.record import waits_of_job
 from lakeckpt.checkpoint.consumed.excluded import excluded_of, with_excluded
-from lakeckpt.checkpoint.consumed.pending import joined, since, weakest
+from lakeckpt.checkpoint.consumed.pending import announced_bases, basis_of_others, joined, since
 from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of, shared_fields
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.keep import Keep
@@ -46,7 +46,6 @@ from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.persist.retention import Retention
 from lakeckpt.checkpoint.persist.unchanged import Earlier
 from lakeckpt.checkpoint.state.staged import StagedCut
-from lakeckpt.core.read_ahead import BASES, Basis
 from lakeckpt.errors import (
     CheckpointDamaged,
     LakeckptError,
@@ -71,20 +70,6 @@ _FAILURE, _SKIPPED = "failure", "skipped"
 _SHARING, _ = tree_unit(SHARING, b"")
 
 
-def _weaker(cut: StagedCut) -> dict[str, str]:
-    """Return, by reader, how a rank knows that its rows were used, if its training loop did not state it."""
-    found = {name: weakest(pending) for name, pending in cut.readers.items()}
-    return {f"{name!r} is {basis}": reason for name, (basis, reason) in found.items() if basis != "stated"}
-
-
-def _weakest_of_others(reader: str, announced: Mapping[str, str]) -> tuple[Basis, str]:
-    """Return the weakest basis that other ranks have announced of ``reader``."""
-    for basis in reversed(BASES):
-        if f"{reader!r} is {basis}" in announced:
-            return basis, announced[f"{reader!r} is {basis}"]
-    return "stated", ""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How checkpoints are published."""
@@ -93,14 +78,6 @@ class Settings:
     """Which checkpoints keep their data."""
     timeout_s: float
     """How long a rank waits for the part or the commit of another rank."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Checkpoint:
-    """What rank 0 commits."""
-
-    manifest: Manifest
-    register: Register
 
 
 class Publisher:
@@ -192,7 +169,7 @@ class Publisher:
             if isinstance(taken, Exception):
                 return taken
             if self._rank:
-                return _weaker(taken)
+                return announced_bases(taken.readers)
             slot, parent, self._lost = self.tip.next_slot(), self.attempt.parent, self.tip.lost()
             return {"slot": str(slot), "parent": "" if parent is None or self._lost else str(parent)}
         except StorageError as error:
@@ -299,7 +276,7 @@ class Publisher:
 
     # --- collect
 
-    def _collect(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> _Checkpoint | None:
+    def _collect(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> tuple[Manifest, Register] | None:
         """On rank 0, wait for the parts of all ranks, verify them, and return what is to be committed."""
         if self._rank:
             return None
@@ -320,11 +297,13 @@ class Publisher:
             verify_objects(self._storage, collected.heads)
             return self._checkpoint(cut, save, agreement, collected)
 
-    def _checkpoint(self, cut: StagedCut, save: SaveId, agreement: Agreement, collected: Collected) -> _Checkpoint:
+    def _checkpoint(
+        self, cut: StagedCut, save: SaveId, agreement: Agreement, collected: Collected
+    ) -> tuple[Manifest, Register]:
         readers = {
             name: joined(
                 of_all_ranks(name, since(pending, self.attempt.recorded), [one.reports for one in collected.heads]),
-                others=_weakest_of_others(name, agreement.announced),
+                others=basis_of_others(name, agreement.announced),
             )
             for name, pending in cut.readers.items()
         }
@@ -354,7 +333,7 @@ class Publisher:
             metric=cut.metric,
             waits=waits_of_job([one.waits for one in collected.heads]),
         )
-        return _Checkpoint(manifest=manifest, register=register)
+        return manifest, register
 
     @contextlib.contextmanager
     def _telling(self, save: SaveId) -> Iterator[None]:
@@ -375,13 +354,13 @@ class Publisher:
 
     # --- commit
 
-    def _commit(self, save: SaveId, agreement: Agreement, found: _Checkpoint | None) -> Manifest:
+    def _commit(self, save: SaveId, agreement: Agreement, found: tuple[Manifest, Register] | None) -> Manifest:
         """Put the manifest into the log; on other ranks, wait until rank 0 has done so."""
         try:
             if found is not None:
                 self._still()
-                self.tip.put(found.manifest)
-                return found.manifest
+                self.tip.put(found[0])
+                return found[0]
             timeout_s = 2 * self._settings.timeout_s  # rank 0 may wait as long for a part before it commits
             slot = int(agreement.announced["slot"])
             return await_commit(self._storage, save, slot, waiter=self._waiter, timeout_s=timeout_s)
@@ -400,7 +379,7 @@ class Publisher:
 
     # --- prune
 
-    def _prune(self, manifest: Manifest, found: _Checkpoint | None, part: PartRecord) -> None:
+    def _prune(self, manifest: Manifest, found: tuple[Manifest, Register] | None, part: PartRecord) -> None:
         """Go on from the commit, and let rank 0 remove what is not to be kept."""
         self.tip.adopt(manifest)
         self._earlier = (manifest.slot, Earlier.of(part))
@@ -408,7 +387,7 @@ class Publisher:
             return
         unpruned = ""
         try:
-            self._retention.prune(manifest, found.register)
+            self._retention.prune(manifest, found[1])
         except (StorageError, CheckpointDamaged) as error:  # it is committed; what should have gone goes after the next
             unpruned = str(error)
         self.remarks = Remarks(lost=self._lost, unpruned=unpruned)
