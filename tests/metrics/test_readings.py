@@ -19,6 +19,7 @@ import torch
 
 import lakeckpt
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, open_table
+from lakeckpt.bubbles import Bubbles
 from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.state import State
@@ -406,10 +407,10 @@ def test_saves_beside_training_are_counted_with_the_time_that_the_agent_took(tmp
 
 
 def test_every_metric_is_read_of_a_job_that_does_everything(lake: Path, tmp_path: Path) -> None:
-    loader = loader_of(lake, drop_last=True)
-    with CheckpointManager(tmp_path / "run", {"train": loader}, persist_every=10**9) as one:
+    loader, bubbles = loader_of(lake, drop_last=True), Bubbles()
+    with CheckpointManager(tmp_path / "run", {"train": loader}, persist_every=10**9, bubbles=bubbles) as one:
         one.restore()
-        iterator = iter(loader)
+        iterator = iter(bubbles.watch(loader))
         for batch in itertools.islice(iterator, 3):
             one.step(batch)
         assert {one.metric.name for one in readings()} == {one.name for one in METRICS}

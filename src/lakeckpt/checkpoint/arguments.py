@@ -77,5 +77,5 @@ def check_capturing(capture_every: object, arenas: object, bubbles: object) -> N
         raise ConfigError(f"capture_every is a positive number of optimizer steps, or None, got {capture_every!r}")
     if not isinstance(arenas, (str, PathLike, type(None))):
         raise ConfigError(f"arenas is the path of a folder, or None for one in memory, got {arenas!r}")
-    if bubbles is not None and not (hasattr(bubbles, "gate") and callable(getattr(bubbles, "kept", None))):
+    if bubbles is not None and not hasattr(bubbles, "gate"):
         raise ConfigError(f"bubbles is a lakeckpt.bubbles.Bubbles, or None, got {bubbles!r}")

@@ -45,7 +45,6 @@ from lakeckpt.tracking.votes import Together
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 
 if TYPE_CHECKING:
-    from lakeckpt.checkpoint.bubbles.profile import ProfileKeeper
     from lakeckpt.checkpoint.bubbles.watch import Bubbles
 
 __all__ = ["CheckpointManager"]
@@ -65,8 +64,8 @@ class CheckpointManager:
             then a path or URL, not a `Storage`, and ``storage_options`` are plain values: the process opens both again.
             None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
-        bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. A profile of
-            the last iterations is written beside the checkpoints once a minute, for ``lakeckpt report``.
+        bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. Each
+            checkpoint records how long ranks waited, and which share of the bytes moved meanwhile.
         keep: which checkpoints keep their data: so many of the newest (int), or a `lakeckpt.Keep` rule. The record of
             all checkpoints stays.
         group: the torch process group (or one-dimensional DeviceMesh) whose ranks hold replicas; default: all ranks.
@@ -125,7 +124,6 @@ class CheckpointManager:
         self._place = None if capture_every is None else place_of(self._storage, uri, storage_options or {}, arenas)
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
         self._bubbles = bubbles
-        self._keeper: ProfileKeeper | None = None
         self._saves: Saver | Background | None = None
         self._settings = Settings(keep=rule, timeout_s=timeout_s)
         self._counters = RunCounters(describe(self._storage), self._exchange.rank)
@@ -227,10 +225,10 @@ class CheckpointManager:
             gate=None if self._bubbles is None else self._bubbles.gate,
             counters=self._counters,
         )
-        if self._bubbles is not None:
-            self._keeper = self._bubbles.kept(self._storage, attempt=attempt.number, exchange=self._exchange)
         self._schedule.start(done)
         self._counters.begin(done, attempt.recorded, self._report.restored if self._report else None)
+        if self._bubbles is not None:
+            self._counters.waits = self._bubbles.gate.waits
         self._uncount = RUNS.follow(self, self._counters)
         return sharing_facts(objects, self._tracks, self._exchange.world_size)
 
@@ -343,8 +341,6 @@ class CheckpointManager:
                     self._watch.check_stepped()
                 if self._saves is not None:
                     self._saves.close(well=well)
-                if self._keeper is not None:
-                    self._keeper.end()
                 if well:  # no rank that is behind waits for this one
                     note_left(self._exchange, self._step, first=self._saves.attempt.saves if self._saves else 0)
             finally:

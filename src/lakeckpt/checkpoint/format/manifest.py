@@ -17,7 +17,7 @@ from typing import Any, Literal
 from lakeckpt.checkpoint.format.begins import Begin, Captured, Restored
 from lakeckpt.checkpoint.format.fields import Digest
 from lakeckpt.checkpoint.format.keep import Keep
-from lakeckpt.checkpoint.format.parts import SaveId
+from lakeckpt.checkpoint.format.parts import SaveId, SiteWaits
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.read_ahead import Basis
 from lakeckpt.tracking.steps import StepRecord
@@ -150,6 +150,8 @@ class Manifest:
     """The checkpoints of its history that kept their data; None: not recorded."""
     metric: float | None = None
     """The metric of the state, if the training loop gave one."""
+    waits: tuple[SiteWaits, ...] = ()
+    """How long the ranks waited by site, and how much of their captures moved meanwhile."""
 
     @property
     def save(self) -> SaveId:
@@ -171,6 +173,8 @@ class CheckpointInfo:
     """Seconds since 1970."""
     metric: float | None = None
     """The metric that was given to ``manager.step`` or ``save``; None if none was given."""
+    waits: tuple[SiteWaits, ...] = ()
+    """How long ranks waited by site, and how much of the captures moved meanwhile; empty without ``bubbles=``."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> CheckpointInfo:
@@ -182,6 +186,7 @@ class CheckpointInfo:
             world_size=manifest.world_size,
             created_s=manifest.created_s,
             metric=manifest.metric,
+            waits=manifest.waits,
         )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import Digest, Ranks
@@ -32,6 +33,7 @@ __all__ = [
     "Outline",
     "PartRecord",
     "SaveId",
+    "SiteWaits",
     "SlabRecord",
     "TensorRecord",
     "TreeRecord",
@@ -151,6 +153,20 @@ class Outline:
     """The names (``tensor:…``, ``tree:…``) of units that differ on other ranks."""
 
 
+@as_row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteWaits:
+    """The last waits at ``site``, such as ``pipeline``, ``ddp`` or ``data``."""
+
+    site: str
+    kind: Literal["bubble", "free"]
+    """Whether the rank was idle, or computed while the link to the host was free."""
+    median_s: float
+    """The median length of a wait, in seconds."""
+    share: float
+    """The part of all captured bytes that moved in these waits."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRecord:
     """All that a rank wrote for one save."""
@@ -171,6 +187,8 @@ class PartRecord:
     (`lakeckpt.checkpoint.consumed.reports`)."""
     excluded: bytes = b""
     """Reader → what the rank consumed and trained nothing on (`lakeckpt.checkpoint.consumed.excluded`)."""
+    waits: tuple[SiteWaits, ...] = ()
+    """How long the rank waited by site, and how much of its captures moved meanwhile."""
 
     def to_bytes(self) -> bytes:
         """Return the document of the part."""

@@ -22,6 +22,7 @@ from lakeckpt.checkpoint.format.parts import (
     Outline,
     PartRecord,
     SaveId,
+    SiteWaits,
     SlabRecord,
     TensorRecord,
     TreeRecord,
@@ -75,6 +76,7 @@ def persist(
     outline: Outline | None = None,
     reports: Mapping[str, bytes] | None = None,
     excluded: bytes = b"",
+    waits: tuple[SiteWaits, ...] = (),
     earlier: Earlier | None = None,
     intact: Callable[[], None] = lambda: None,
 ) -> PartRecord:
@@ -109,6 +111,7 @@ def persist(
         outline=outline,
         reports=reports or {},
         excluded=excluded,
+        waits=waits,
     )
     storage.put(save.part_path(rank), [part.to_bytes()])
     return part

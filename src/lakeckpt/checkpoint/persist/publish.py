@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lakeckpt import __version__
+from lakeckpt.checkpoint.bubbles.record import waits_of_job
 from lakeckpt.checkpoint.consumed.excluded import excluded_of, with_excluded
 from lakeckpt.checkpoint.consumed.pending import joined, since, weakest
 from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of, shared_fields
@@ -274,6 +275,7 @@ class Publisher:
             intact=cut.intact,
             reports=reports_of(cut.readers),
             excluded=excluded_of(cut.readers),
+            waits=cut.waits,
         )
 
     def _part_of(self, parent: int | None) -> Earlier:
@@ -359,6 +361,7 @@ class Publisher:
             write_id=uuid.uuid4().hex,
             keep=self._settings.keep,
             metric=cut.metric,
+            waits=waits_of_job([one.waits for one in parts]),
         )
 
     def _clear_failed(self, now: SaveId) -> None:

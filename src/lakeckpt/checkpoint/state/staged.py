@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
 from lakeckpt.checkpoint.format.digests import digest_of_leaves
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
-from lakeckpt.checkpoint.format.parts import RANDOM, SHARING
+from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, SiteWaits
 from lakeckpt.checkpoint.format.sharing import Sharing, sharing_from_bytes
 from lakeckpt.checkpoint.format.units import Unit, tensor_unit, tree_unit
 from lakeckpt.checkpoint.state.wholes import place_of
@@ -88,6 +88,8 @@ class StagedCut:
     """reader → its pending records up to the cut, since the newest commit or an earlier one."""
     metric: float | None = None
     """How good the state is, where the training loop gave a metric."""
+    waits: tuple[SiteWaits, ...] = ()
+    """How long this rank waited, and how much of its captures moved meanwhile."""
     intact: Callable[[], None] = lambda: None
     """Raises if the memory of the tensors is not as it was captured. Called while they are written, on another thread;
     nothing is published before it has returned."""

@@ -7,6 +7,7 @@ most of its rows; and rows are named of the last steps only, up to `_MOST_RANGES
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ def facts_of(storage: Storage, place: str, *, newest_steps: int) -> dict[str, An
         **overview_of(history, Kept(storage), newest=10**9),
         "audit": audit_history(history, orders).to_plain(),
         "restarts": list(_restarts(history)),
+        "waits": [] if history.tip is None else [asdict(one) for one in history.tip.waits],
         "epochs": _epochs(history),
         "steps": steps,
         "steps_end": why,
