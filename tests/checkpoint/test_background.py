@@ -29,7 +29,7 @@ from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_from_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal
-from lakeckpt.checkpoint.format.begins import CutId
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.history import read_history

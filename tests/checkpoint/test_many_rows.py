@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lakeckpt import LakeDataset, LakeLoader, mix
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.format.begins import CutId
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.report import AuditReport
 from lakeckpt.checkpoint.persist.history import read_history

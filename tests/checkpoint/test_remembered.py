@@ -19,7 +19,8 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run
 from lakeckpt.checkpoint.agent.leftovers import kept_in
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.format.manifest import CutId, entry_from_bytes, entry_to_bytes
+from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.checkpoint.format.manifest import entry_from_bytes, entry_to_bytes
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import read_log

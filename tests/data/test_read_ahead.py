@@ -22,9 +22,11 @@ from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, errors
 from lakeckpt.core.order import Window
 from lakeckpt.data.source import BatchSource
 from lakeckpt.lake.parquet.prefetch import OpenedFile
+from lakeckpt.reading.shared import Shared
 from lakeckpt.reading.windows.cache import WindowCache
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.positions import PositionReader
+from lakeckpt.reading.windows.threads import _Pools
 from lakeckpt.reading.windows.window import DecodedWindow, WindowDecoder
 from tests.data.reading import as_json, flat, ids, loader_of, some, until_error
 from tests.lakes import LakeSpec
@@ -130,7 +132,9 @@ def ended(ones: list[threading.Thread]) -> bool:
 
 
 @pytest.mark.parametrize("how", ["break", "dropped before the first batch", "over", "error"])
-def test_threads_end_with_the_iteration(folder: Path, how: str) -> None:
+def test_threads_end_with_the_iteration(folder: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lakeckpt.reading.windows.threads._shared", Shared(_Pools))  # no other reader's
+
     def fails(batch: Any) -> Any:
         raise ArithmeticError
 

@@ -18,7 +18,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.links import Batch, Link, Ticket
 from lakeckpt.checkpoint.capture.samples import Samples
-from lakeckpt.checkpoint.format.begins import CutId
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import UnannouncedChange
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, State, assert_same, kept_state, state_of
 

@@ -21,7 +21,7 @@ import lakeckpt
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, open_table
 from lakeckpt.bubbles import Bubbles
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.format.begins import CutId
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.state import State
 from lakeckpt.data.ahead import Ahead

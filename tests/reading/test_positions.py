@@ -25,6 +25,7 @@ from lakeckpt.reading.columns.ragged import to_pylist
 from lakeckpt.reading.windows.cache import Served, WindowCache, windows_held_of
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.positions import PositionReader
+from lakeckpt.reading.windows.room import Room
 from tests.reading.cases import columns, write_ids
 
 LAYOUTS = st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4)
@@ -67,9 +68,7 @@ def test_any_spans_in_any_order_are_the_rows_that_the_model_says_and_nobody_else
     with tempfile.TemporaryDirectory() as folder:
         table = write_ids(Path(folder), files)
         limit = data.draw(st.none() | st.integers(1, 4000))
-        reader = PositionReader(
-            RowGroupDecoder(table), spec, max_windows=max_windows, threads=2, memory_limit_bytes=limit
-        )
+        reader = PositionReader(RowGroupDecoder(table), spec, max_windows=max_windows, threads=2, room=Room(limit))
         layouts = [EpochLayout.build(table.index.group_rows, spec, epoch, lanes) for epoch in range(2)]
         delivered: list[tuple[dict[str, Any], dict[str, list[Any]]]] = []
         for _ in range(data.draw(st.integers(1, 6))):
@@ -205,7 +204,7 @@ def test_a_limit_of_memory_holds_back_what_is_not_needed_yet(tmp_path: Path) -> 
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 4)
     spans = [(layout, start, start + 100) for start in range(0, 800, 100)]
     for limit, ahead, most in ((1, 1, 1), (3000, 3, 3), (100 * 8 * 100, 8, 7)):  # the last one holds nothing back
-        reader, decoded = spied(table, ORDERED, 4, memory_limit_bytes=limit)
+        reader, decoded = spied(table, ORDERED, 4, room=Room(limit))
         waiting = [reader.announce([span]) for span in spans]
         assert reader.windows_held <= ahead
         assert reader.take(waiting[0])["id"].tolist() == list(range(100))
@@ -219,7 +218,7 @@ def test_a_limit_of_memory_holds_back_what_is_not_needed_yet(tmp_path: Path) -> 
 def test_no_lane_makes_room_for_another_whatever_the_limit_of_memory(tmp_path: Path, limit: int | None) -> None:
     table = write_ids(tmp_path, [[20] * 12])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 4)
-    reader, decoded = spied(table, ORDERED, 4, memory_limit_bytes=limit)
+    reader, decoded = spied(table, ORDERED, 4, room=Room(limit))
     ids = [reader.read([step])["id"] for step in lane_steps(layout, 4)]
     assert sorted(np.concatenate(ids).tolist()) == list(range(240))
     assert len(decoded) == 12 and reader.windows_held == 0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lakeckpt.core.order import EpochLayout, OrderSpec
-from lakeckpt.reading.columns.recycled import Recycled
+from lakeckpt.reading.columns.recycled import Recycled, recycled_memory
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.positions import PositionReader
+from lakeckpt.reading.windows.room import Room
 from tests.data.reading import ids, loader_of, table_of
 from tests.lakes import LakeSpec
 
@@ -85,18 +88,43 @@ def test_batches_that_are_kept_stay_what_they_were_while_others_are_read(folder:
 def test_memory_waits_only_where_it_fits_beside_the_windows(
     limit: int | None, waits: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Recycled] = []
-
-    class Noted(Recycled):
-        def __init__(self) -> None:
-            super().__init__()
-            made.append(self)
-
-    monkeypatch.setattr("lakeckpt.reading.windows.window.Recycled", Noted)
+    memory = Recycled()
+    monkeypatch.setattr("lakeckpt.reading.windows.window.recycled_memory", lambda: memory)
     table, spec = table_of(folder), OrderSpec(seed=1, shuffle=True, window=4)
     layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
     decoder = RowGroupDecoder(table, ["id"])
-    reader = PositionReader(decoder, spec, max_windows=2, threads=1, memory_limit_bytes=limit)
+    reader = PositionReader(decoder, spec, max_windows=2, threads=1, room=Room(limit))
     reader.read([(layout, 0, 80)])  # half of a window, which stays
     reader.read([(layout, 160, 170)])
-    assert made[0].limit_bytes == waits
+    assert memory.limit_bytes == waits
+
+
+def test_after_an_epoch_the_memory_of_one_window_waits_and_what_comes_back_is_released() -> None:
+    memory = Recycled(1024 * 8)
+    arrays = [memory.new((1024,), INT64) for _ in range(4)]
+    kept = arrays.pop()
+    arrays.clear()
+    memory.rest()
+    assert sum(block.size for block in memory._waiting) == 1024 * 8
+    del kept
+    assert memory.returned.empty()
+    first = memory.new((1024,), INT64)
+    del first
+    assert not memory.returned.empty()
+
+
+def test_readers_of_a_process_share_the_memory_that_waits_as_long_as_one_of_them_is_there(folder: Path) -> None:
+    table, spec = table_of(folder), OrderSpec(seed=1, shuffle=True, window=4)
+    layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
+    readers = [PositionReader(RowGroupDecoder(table, ["id"]), spec, max_windows=1, threads=1) for _ in range(2)]
+    shared = recycled_memory()
+    for reader in readers:
+        reader.read([(layout, 0, 160)])
+    assert shared.largest_bytes == 1280
+    for reader in readers:
+        reader.clear()
+    assert sum(block.size for block in shared._waiting) <= 1280
+    gone = weakref.ref(shared)
+    del shared, readers, reader
+    gc.collect()
+    assert gone() is None

@@ -9,12 +9,14 @@ from collections.abc import Callable
 
 import pytest
 
-from lakeckpt.reading.windows.threads import Threads
+from lakeckpt.reading.shared import Shared
+from lakeckpt.reading.windows.threads import Threads, _Pools
 from tests.patience import PATIENCE_S
 
 MAIN = """
 from concurrent.futures import ThreadPoolExecutor
 from lakeckpt.lake.parquet.ranges import THREADS, in_background
+from lakeckpt.reading.shared import Shared
 from lakeckpt.reading.windows.threads import Threads
 
 def until_the_interpreter_ends():
@@ -69,6 +71,7 @@ def test_what_free_threads_have_not_come_to_yet_does_not_wait_for_them(monkeypat
             begun.append(work)
 
     monkeypatch.setattr("lakeckpt.reading.windows.threads.ThreadPoolExecutor", NotYet)
+    monkeypatch.setattr("lakeckpt.reading.windows.threads._shared", Shared(_Pools))
     threads = Threads(2)
     threads.submit(int)
     threads.submit(int)
@@ -90,10 +93,9 @@ def test_what_failed_is_over() -> None:
 
 def test_closing_waits_for_no_lock_of_a_pool() -> None:
     # The collector may close them in the very thread that a pool has begun to start, and holds its lock for.
-    threads = Threads(2)
+    threads = Threads(5)  # a number that no other test has
     assert threads.submit(lambda: 1).result(PATIENCE_S) == 1
-    pool = threads._whole
-    assert pool is not None
+    pool = threads._used().whole
     with pool._shutdown_lock:
         closing = threading.Thread(target=threads.close, daemon=True)
         closing.start()
@@ -105,3 +107,12 @@ def test_closing_waits_for_no_lock_of_a_pool() -> None:
     for worker in workers:  # a pool that nobody has ends its threads
         worker.join(PATIENCE_S)
         assert not worker.is_alive()
+
+
+def test_readers_share_threads_and_one_that_is_closed_stops_no_other() -> None:
+    first, second = Threads(2), Threads(2)
+    names = {one.submit(lambda: threading.current_thread().name).result(PATIENCE_S) for one in [first, second] * 20}
+    assert len(names) <= 2 and all(name.startswith("lakeckpt-window") for name in names)
+    first.close()
+    assert second.submit(lambda: 7).result(PATIENCE_S) == 7
+    assert first.submit(lambda: 8).result(PATIENCE_S) == 8

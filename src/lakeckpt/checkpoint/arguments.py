@@ -12,7 +12,7 @@ from lakeckpt.checkpoint.format.parts import RANDOM, SHARING
 from lakeckpt.errors import ConfigError
 from lakeckpt.tracking.readers import reader_of
 
-__all__ = ["check_capturing", "check_settings", "checked_names", "checked_state"]
+__all__ = ["check_capturing", "check_settings", "checked_names", "checked_state", "shared_settings"]
 
 
 def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,8 +42,11 @@ def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: reader_of(one) for name, one in state.items()}
 
 
-def checked_names(allow_missing: Collection[str], objects: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names in ``allow_missing``. `ConfigError` if one of them names no object."""
+def checked_names(allow_missing: Collection[str], objects: Mapping[str, Any], step: object = None) -> frozenset[str]:
+    """Return the names in ``allow_missing``. `ConfigError` if one of them names no object, or if ``step``, to which a
+    restore goes back, is no optimizer step."""
+    if step is not None and (type(step) is not int or step < 0):
+        raise ConfigError(f"step is the optimizer step of a checkpoint to go back to, or None, got {step!r}")
     names = (allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing)
     unknown = [name for name in names if name not in objects]
     if unknown:
@@ -69,6 +72,11 @@ def check_settings(fail_after: object, timeout_s: object) -> float:
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < float("inf"):
         raise ConfigError(f"timeout_s is a positive number of seconds, got {timeout_s!r}")
     return float(seconds)
+
+
+def shared_settings(**settings: object) -> dict[str, str]:
+    """Return the ``settings`` that must be equal on all ranks, as texts that ranks can compare."""
+    return {name: one if isinstance(one, str) else repr(one) for name, one in settings.items()}
 
 
 def check_capturing(capture_every: object, arenas: object, bubbles: object) -> None:

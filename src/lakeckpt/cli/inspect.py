@@ -12,10 +12,11 @@ from math import isfinite
 from typing import Any
 
 from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.format.register import best_first
 from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.checkpoint.ledger.records import SourceRecord, readers_in
 from lakeckpt.checkpoint.ledger.verify import Kept
-from lakeckpt.checkpoint.persist.history import History, best_first
+from lakeckpt.checkpoint.persist.history import History
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 from lakeckpt.core.consumption import consumed
@@ -59,7 +60,7 @@ def overview_of(history: History, kept: Kept, *, newest: int) -> dict[str, Any]:
     files, size_bytes = kept.besides(manifests)
     tip = history.tip
     with_data = [manifest for manifest in history.chain if kept.of(manifest)[0]]
-    best = best_first(with_data, "lowest" if tip is None or tip.keep is None else tip.keep.best_is)
+    best = best_first(with_data, "lowest" if tip is None else tip.keep.best_is)
     return {
         "run": history.run,
         "step": None if tip is None else tip.step,

@@ -25,7 +25,7 @@ __all__ = ["Ahead"]
 
 _EACH_TIME = 4
 _MOST = 4096
-"""Assignments that are announced and not taken: about 4 MB. More of them cost more in garbage collection."""
+"""Parts of assignments that are announced and not taken: about 4 MB. More of them cost more in garbage collection."""
 
 
 class Ahead(Iterator[tuple[Receipt, Any]]):
@@ -100,7 +100,7 @@ class Ahead(Iterator[tuple[Receipt, Any]]):
         if assignments is None or (announced and not self._has_room):
             return False
         for _ in range(count):
-            if len(announced) >= _MOST:
+            if len(announced) * self._source.width >= _MOST:
                 return False
             assignment = next(assignments, None)
             if assignment is None:

@@ -20,11 +20,10 @@ from lakeckpt.core.order import EpochLayout
 from lakeckpt.core.plan import Assignment, LayoutKey
 from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.data.batch import Batch, texts
-from lakeckpt.data.memory import default_limit_bytes, limit_of
+from lakeckpt.data.memory import Budget, Reads, budget_of
 from lakeckpt.data.options import ReadOptions
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.transform import TransformContext
-from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.ragged import Ragged
 from lakeckpt.reading.filters.decoder import FilteredDecoder
@@ -32,7 +31,7 @@ from lakeckpt.reading.packed.packing import Packing
 from lakeckpt.reading.packed.whole import WholeDecoder
 from lakeckpt.reading.packed.window import SequenceDecoder
 from lakeckpt.reading.windows.cache import Decoding, windows_held_of
-from lakeckpt.reading.windows.decode import DEFAULT_AHEAD_BYTES, RowGroupDecoder, select_columns
+from lakeckpt.reading.windows.decode import RowGroupDecoder, select_columns
 from lakeckpt.reading.windows.positions import Announced, PositionReader
 from lakeckpt.reading.windows.threads import Threads, usual_threads
 
@@ -105,12 +104,10 @@ class BatchSource(Iterations):
         self._transform = transform
         self._row_wise = row_wise
         self.memory_limit_bytes = options.memory_limit_bytes
-        self.sharing = 1
-        """How many sources of a mixture share the memory that is taken where the user gives no limit."""
         self.pin(pinned)
 
     def __getstate__(self) -> dict[str, Any]:
-        empty: dict[str, Any] = {"_layouts": {}, "_recent": (None, None), "_limits": {}, "_idle": None}
+        empty: dict[str, Any] = {"_layouts": {}, "_recent": (None, None), "_budgets": {}, "_idle": None}
         return {**super().__getstate__(), **empty}
 
     def pin(self, pinned: Pinned) -> None:
@@ -121,10 +118,13 @@ class BatchSource(Iterations):
         self._layouts: dict[LayoutKey, EpochLayout] = {}
         self._recent: Any = None, None
         """The keys of the last assignment that had one layout, and that layout."""
-        self._limits: dict[int, int | None] = {}
-        """The limits of the memory of readers, by their lanes."""
+        self._budgets: dict[int, Budget] = {}
+        """The memory of readers, by their lanes."""
         self._idle: tuple[int, PositionReader] | None = None
         """The lanes and the reader of an iteration that is over: its memory serves the next one."""
+
+    width = 1
+    """How many tables a micro-batch may have rows of."""
 
     @staticmethod
     def is_ready(announced: Announced) -> bool:
@@ -187,34 +187,35 @@ class BatchSource(Iterations):
             return Batch(result, receipt)
         return result
 
-    def new_reader(self, lanes: int) -> PositionReader:
-        """Return a reader of windows, of which one is open for each of ``lanes``: an idle one, if there is one."""
+    @property
+    def reads(self) -> Reads:
+        """What windows are read of."""
+        return Reads(self._table, self._columns, self._spec.window)
+
+    def new_reader(self, lanes: int, budget: Budget | None = None) -> PositionReader:
+        """Return a reader of windows, of which one is open for each of ``lanes``: an idle one, if there is one.
+
+        ``budget`` is the memory that the reader shares with others; None: it has its own.
+        """
         idle, self._idle = self._idle, None
-        return idle[1] if idle is not None and idle[0] == lanes else self._made_reader(lanes)
+        if idle is not None and idle[0] == lanes:
+            return idle[1]
+        if budget is None:
+            if lanes not in self._budgets:
+                self._budgets[lanes] = budget_of(self.memory_limit_bytes, [self.reads], lanes=lanes)
+            budget = self._budgets[lanes]
+        return self._made_reader(lanes, budget)
 
     def end(self, reader: PositionReader, lanes: int) -> None:
         """Keep the reader of an iteration that is over; nobody else may use it any more."""
         self._idle = lanes, reader
 
-    def _made_reader(self, lanes: int) -> PositionReader:
-        window, ahead = self._spec.window, DEFAULT_AHEAD_BYTES
-        if lanes not in self._limits:
-            given = self.memory_limit_bytes
-            if given is None and self.sharing > 1:
-                info = get_worker_info()
-                given = default_limit_bytes(1 if info is None else info.num_workers) // self.sharing
-            self._limits[lanes] = limit_of(given, self._table, self._columns, window=window, lanes=lanes)
-        limit = self._limits[lanes]
-        if isinstance(self._table.storage, LocalStorage):
-            ahead = 0
-        elif limit is not None:
-            ahead = min(ahead, limit // 4)
-            limit -= ahead
+    def _made_reader(self, lanes: int, budget: Budget) -> PositionReader:
         kept = None if self._selecting is None else self._selecting.kept
         if kept is None:
-            decoder = RowGroupDecoder(self._table, self._columns, ahead_bytes=ahead)
+            decoder = RowGroupDecoder(self._table, self._columns, ahead_bytes=budget.ahead)
         else:
-            decoder = FilteredDecoder(self._table, self._columns, *kept, ahead_bytes=ahead)
+            decoder = FilteredDecoder(self._table, self._columns, *kept, ahead_bytes=budget.ahead)
         packing = None if self._selecting is None else self._selecting.packing
         gives_tensors = self.output == "torch" and not (packing is not None and packing.whole)
         return PositionReader(
@@ -223,7 +224,7 @@ class BatchSource(Iterations):
             max_windows=lanes,
             nulls=None if self.output == "arrow" else self._nulls,
             make=torch.from_numpy if gives_tensors else None,
-            memory_limit_bytes=limit,
+            room=budget.room,
             threads=_threads(),
             decoder_of=None if packing is None else self._decoding(decoder, packing, lanes),
         )

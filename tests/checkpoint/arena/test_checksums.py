@@ -13,8 +13,8 @@ from lakeckpt.checkpoint.arena.arena import Arena, Held
 from lakeckpt.checkpoint.arena.checksums import look_over
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
-from lakeckpt.checkpoint.format.begins import CutId
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
+from lakeckpt.checkpoint.format.fields import CutId
 
 SIZE = 3 * LEAF_BYTES + 77
 LAYOUT = ArenaLayout(

@@ -23,7 +23,7 @@ from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture import job as jobs
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.moves import Issued, Moves
-from lakeckpt.checkpoint.format.begins import CutId
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import (
     ArenaDamaged,
     ArenaError,

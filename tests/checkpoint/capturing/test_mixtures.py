@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.links import Batch
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
-from lakeckpt.checkpoint.format.begins import CutId
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import SaveFailed, UnannouncedChange
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
 from tests.checkpoint.capturing.reading import CUT, IDENTITY

@@ -28,7 +28,7 @@ import torch
 from lakeckpt.checkpoint.agent import process
 from lakeckpt.checkpoint.agent.leftovers import kept_in, reclaim
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.format.begins import CutId
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.interop.run_state import RunState
 from lakeckpt.checkpoint.ledger.verify import verify

@@ -27,8 +27,8 @@ from typing import Self
 from lakeckpt.checkpoint.arena.filling import Filling, checksum
 from lakeckpt.checkpoint.arena.layout import SUPERBLOCK_BYTES, ArenaLayout, DataChecksums, GenerationRecord
 from lakeckpt.checkpoint.arena.locks import FileLocks
-from lakeckpt.checkpoint.format.begins import CutId
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import ArenaDamaged, ArenaError, WireError
 
 __all__ = ["Arena", "Held"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import xxhash
 
 from lakeckpt.checkpoint.arena.layout import ArenaLayout, GenerationRecord
-from lakeckpt.checkpoint.format.begins import CutId
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import ArenaDamaged
 
 __all__ = ["Filling", "checksum"]

@@ -39,7 +39,7 @@ from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
-from lakeckpt.checkpoint.format.begins import CutId
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.parts import SiteWaits
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import CaptureWarning, ConfigError, LakeckptError, SaveFailed

@@ -7,7 +7,7 @@ The history is the chain of manifests from the newest checkpoint back to the fir
 intervals are added up, compared with what the newest state claims, and compared with the rows of the table
 (`lakeckpt.checkpoint.ledger.account`). Work on abandoned branches was rolled back and does not count.
 
-The audit reads ``log/`` and ``index/``, and lists ``parts/``. It does not need the data of checkpoints, nor the table.
+The audit reads ``log/`` and ``index/``. It does not need the data of checkpoints, nor the table.
 The report lists the assumptions of the proof. The module never imports torch, and starts no threads.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from lakeckpt.checkpoint.consumed.rows import Order
 from lakeckpt.checkpoint.format.manifest import Manifest
@@ -23,7 +22,7 @@ from lakeckpt.checkpoint.ledger.account import account
 from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.ledger.records import Records, SourceRecord, readers_in
 from lakeckpt.checkpoint.ledger.report import AuditReport, Branch
-from lakeckpt.checkpoint.persist.history import History, folders_there, lost_entries, read_history
+from lakeckpt.checkpoint.persist.history import History, read_history
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.errors import CheckpointNotFound
 from lakeckpt.lake.storage.base import Storage, describe
@@ -61,10 +60,7 @@ def audit(storage: Storage, *, tip: int | None = None, progress: Progress | None
 
 def read_run(storage: Storage, *, tip: int | None = None, progress: Progress | None = None) -> History:
     """Return the history of the run at ``storage``; ``progress`` counts the entries of the log. Raises as `audit`."""
-    there = folders_there(storage)  # listed before the log is read: later commits explain removals meanwhile
     history = read_history(storage, tip=tip, progress=progress)
-    if tip is None:
-        history = replace(history, lost=lost_entries(history, there))
     if not (history.begins or history.chain or history.abandoned or history.damaged):
         raise CheckpointNotFound(f"there is no run at {describe(storage)}: it has no log. Name the place of a run")
     if tip is not None and not history.chain:
@@ -172,8 +168,6 @@ def _doubts(history: History) -> tuple[list[str], list[str]]:
         else:
             notes.append(f"damaged, and not in the history: {damage}")
     restored = {one.attempt: one.restored for one in history.restores}
-    if history.lost:
-        doubts.append(history.lost)
     for before, after in zip([None, *history.chain], history.chain, strict=False):
         if before is not None and after.step < before.step:
             doubts.append(f"slot {after.slot} is of step {after.step:,}, and its parent of step {before.step:,}")

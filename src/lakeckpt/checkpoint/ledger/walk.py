@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from lakeckpt.checkpoint.consumed.rest_of_epoch import rows_consumed
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest, Stretch
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, piece_of
 from lakeckpt.checkpoint.ledger.records import Records, SourceRecord, SourceStretch
-from lakeckpt.checkpoint.restore.rest_of_epoch import rows_consumed
 from lakeckpt.core.changes import replan
 from lakeckpt.core.consumption import consumed, consumption
 from lakeckpt.core.identity import Identity
@@ -167,8 +167,7 @@ class ReaderWalk:
         self.notes[
             f"the rest of epoch {state.epoch} went on with other excluded row groups"
             if is_same_version
-            else f"what was left of epoch {state.epoch} was carried over to another version of the table; that these "
-            "are the same rows was proved by a key, then"
+            else f"what was left of epoch {state.epoch} went on with another version of the table"
         ] = None
 
     def _index_of(self, identity: Identity) -> TableIndex | None:

@@ -25,6 +25,7 @@ from lakeckpt.checkpoint.format.parts import (
     SiteWaits,
     SlabRecord,
     TensorRecord,
+    Tile,
     TreeRecord,
 )
 from lakeckpt.checkpoint.format.slabs import SLAB_BYTES, digests_of_slabs, slab_specs
@@ -74,6 +75,7 @@ def persist(
     tensors: Sequence[OwnedTensor],
     trees: Sequence[TreeRecord],
     outline: Outline | None = None,
+    tiles: tuple[Tile, ...] = (),
     reports: Mapping[str, bytes] | None = None,
     excluded: bytes = b"",
     waits: tuple[SiteWaits, ...] = (),
@@ -109,6 +111,7 @@ def persist(
         tensors=tuple(_record(one, some, places) for one, some in zip(tensors, slabs, strict=True)),
         trees=tuple(trees),
         outline=outline,
+        tiles=tiles,
         reports=reports or {},
         excluded=excluded,
         waits=waits,

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from lakeckpt.checkpoint.format.begins import Begin, Facts
+from lakeckpt.checkpoint.format.manifest import Begin, Facts
 from lakeckpt.errors import RestartWarning
 
 __all__ = ["facts_of", "recorded", "say_changes"]

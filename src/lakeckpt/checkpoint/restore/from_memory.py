@@ -22,7 +22,8 @@ from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.consumed.pending import PendingRecord, pending_from_bytes, since
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES
-from lakeckpt.checkpoint.format.manifest import CutId, Manifest, ReaderRecord, Restored
+from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord, Restored
 from lakeckpt.checkpoint.format.parts import SHARING
 from lakeckpt.checkpoint.format.sharing import sharing_from_bytes
 from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of

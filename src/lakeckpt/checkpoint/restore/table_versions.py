@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+from lakeckpt.checkpoint.consumed.rest_of_epoch import excluding, in_lockstep
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import index_path
-from lakeckpt.checkpoint.restore.rest_of_epoch import excluding, in_lockstep
 from lakeckpt.core.state import State
 from lakeckpt.errors import CheckpointDamaged, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage

@@ -18,6 +18,7 @@ import torch
 
 from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedReceipt, Part
 from lakeckpt.data.batch import Batch
+from lakeckpt.data.memory import Budget, budget_of
 from lakeckpt.data.source import BatchSource, Iterations
 from lakeckpt.errors import SchemaError
 from lakeckpt.reading.columns.gather import gather, new_array
@@ -69,8 +70,11 @@ class MixedSource(Iterations):
     def __init__(self, names: Sequence[str], sources: Sequence[BatchSource], *, source_column: str | None) -> None:
         super().__init__()
         self._names, self._sources, self._source_column = tuple(names), tuple(sources), source_column
-        for one in self._sources:
-            one.sharing = len(self._sources)
+        self._budgets: dict[int, Budget] = {}
+        """The memory that the sources share, by the lanes of their readers."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_budgets": {}}
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -82,6 +86,11 @@ class MixedSource(Iterations):
     def transform(self) -> tuple[Callable[..., Any] | None, ...]:
         """The transforms of the sources."""
         return tuple(one.transform for one in self._sources)
+
+    @property
+    def width(self) -> int:
+        """How many sources a micro-batch may have parts of."""
+        return len(self._sources)
 
     @staticmethod
     def is_ready(announced: _Place) -> bool:
@@ -159,7 +168,10 @@ class MixedSource(Iterations):
 
     def new_reader(self, lanes: int) -> _Readers:
         """Return readers of the sources' windows, of which one is open for each of ``lanes``."""
-        return _Readers(self._sources, lanes)
+        if lanes not in self._budgets:
+            every = [one.reads for one in self._sources]
+            self._budgets[lanes] = budget_of(self.memory_limit_bytes, every, lanes=lanes)
+        return _Readers(self._sources, lanes, self._budgets[lanes])
 
     def end(self, reader: _Readers, lanes: int) -> None:
         """Keep the readers of an iteration that is over; nobody else may use them any more."""
@@ -169,8 +181,8 @@ class MixedSource(Iterations):
 class _Readers:
     """The readers of the sources of a mixture, in one iteration."""
 
-    def __init__(self, sources: Sequence[BatchSource], lanes: int) -> None:
-        self._sources, self._lanes = sources, lanes
+    def __init__(self, sources: Sequence[BatchSource], lanes: int, budget: Budget) -> None:
+        self._sources, self._lanes, self._budget = sources, lanes, budget
         self._readers: dict[int, PositionReader] = {}
         self._groups: dict[int, _Group] = {}
         """Lane → the group to which its next micro-batch is added."""
@@ -190,7 +202,7 @@ class _Readers:
     def of(self, source: int) -> PositionReader:
         """Return the reader of a source."""
         if source not in self._readers:
-            self._readers[source] = self._sources[source].new_reader(self._lanes)
+            self._readers[source] = self._sources[source].new_reader(self._lanes, self._budget)
         return self._readers[source]
 
     @property

@@ -17,6 +17,7 @@ process calls `forget` first.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -31,7 +32,7 @@ from lakeckpt.lake.parquet.ranges import Fetch, in_background
 from lakeckpt.lake.parquet.row_group import RowGroupPlan, RowGroupReader
 from lakeckpt.lake.table.index import TableIndex
 
-__all__ = ["OpenedFile", "Prefetcher"]
+__all__ = ["AheadBytes", "OpenedFile", "Prefetcher"]
 
 OPENED_AHEAD = 16
 """Files that are being opened at once."""
@@ -70,7 +71,7 @@ class _Expected:
     """True where no more work is done ahead: the read was begun or fetched, is too large to hold ahead, or failed."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class _State:
     """What is open and expected until `Prefetcher.close`."""
 
@@ -81,21 +82,49 @@ class _State:
     """By the row group's ordinal in the table, in the order in which they are decoded."""
     is_closed: bool = False
 
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that were fetched ahead, or are being fetched. Any thread may ask."""
+        return sum(one.size_bytes for one in list(self.expected.values()))
+
+
+class AheadBytes:
+    """The bytes that some prefetchers hold ahead together: at most ``limit``, as they are stored."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._states: list[weakref.ref[_State]] = []
+
+    def add(self, state: _State) -> None:
+        """Count what ``state`` holds, as long as somebody refers to it."""
+        self._states = [one for one in self._states if one() is not None]
+        self._states.append(weakref.ref(state))
+
+    @property
+    def held(self) -> int:
+        """The bytes that are held now."""
+        return sum(state.held_bytes for one in list(self._states) if (state := one()) is not None)
+
 
 class Prefetcher:
     """Fetches row groups of the table of ``index``. ``open_file(ordinal)`` opens a file; at most ``most_open`` stay
-    known. ``ahead_bytes``: how much is held ahead; 0: nothing is read ahead."""
+    known. ``ahead``: how much is held ahead; nothing is read ahead if its limit is 0."""
 
     def __init__(
-        self, index: TableIndex, open_file: Callable[[int], OpenedFile], *, most_open: int, ahead_bytes: int
+        self, index: TableIndex, open_file: Callable[[int], OpenedFile], *, most_open: int, ahead: AheadBytes
     ) -> None:
         self._index, self._open_file = index, open_file
-        self._most_open, self._ahead_bytes = most_open, ahead_bytes
-        self._state = _State()
+        self._most_open, self._ahead = most_open, ahead
+        self._state = self._begun()
+
+    def _begun(self) -> _State:
+        state = _State()
+        self._ahead.add(state)
+        return state
 
     def expect(self, groups: Iterable[int]) -> None:
         """Replace the row groups that are expected by ``groups``, in this order. It never waits and never raises."""
-        if not self._ahead_bytes:
+        if not self._ahead.limit:
             return
         state = self._state
         with state.lock:
@@ -108,8 +137,7 @@ class Prefetcher:
     def has_room(self) -> bool:
         """True where more row groups would be fetched ahead now."""
         waiting = [one for one in list(self._state.expected.values()) if one.size_bytes or not one.is_settled]
-        held = sum(one.size_bytes for one in waiting)
-        return held < self._ahead_bytes and len(waiting) < MOST_AHEAD
+        return self._ahead.held < self._ahead.limit and len(waiting) < MOST_AHEAD
 
     def fetch(self, group: int) -> tuple[OpenedFile, RowGroupPlan, pa.NativeFile]:
         """Return the opened file of a row group, its plan, and a file that holds the bytes of the plan.
@@ -152,14 +180,14 @@ class Prefetcher:
 
     def close(self) -> None:
         """Drop what was fetched ahead, and forget all files."""
-        old, self._state = self._state, _State()
+        old, self._state = self._state, self._begun()
         old.is_closed = True
         _cancel(list(old.expected.values()))
 
     def forget(self) -> None:
         """Begin anew in a forked process: threads that the parent has may hold the locks of what was inherited, and
         never finish its work here."""
-        self._state = _State()
+        self._state = self._begun()
 
     def _known(self, state: _State, ordinal: int) -> Future[OpenedFile] | None:
         """Return a file that is open or being opened, if it is. The caller has the lock."""
@@ -212,9 +240,9 @@ class Prefetcher:
             plan = opened.plan(group)
         except Exception:  # it is raised again when the row group is fetched
             return True
-        if plan.size_bytes > self._ahead_bytes:
+        if plan.size_bytes > self._ahead.limit:
             return True
-        if plan.size_bytes + sum(other.size_bytes for other in state.expected.values()) > self._ahead_bytes:
+        if plan.size_bytes + self._ahead.held > self._ahead.limit:
             one.is_settled = False
             return False
         one.size_bytes, one.fetch = plan.size_bytes, opened.begin(plan)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from lakeckpt.errors import DataFileChanged
+from lakeckpt.lake.parquet.prefetch import AheadBytes
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection, digested
@@ -30,7 +31,7 @@ class FilteredDecoder(RowGroupDecoder):
         keep: RowFilter,
         counts: RowSelection,
         *,
-        ahead_bytes: int = DEFAULT_AHEAD_BYTES,
+        ahead_bytes: int | AheadBytes = DEFAULT_AHEAD_BYTES,
     ) -> None:
         super().__init__(table, columns, ahead_bytes=ahead_bytes)
         self._keep, self._counts = keep, counts

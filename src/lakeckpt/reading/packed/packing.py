@@ -112,6 +112,11 @@ class Documents:
     rows: Int64Array
     """The row of each: int64, shape (documents,)."""
 
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the arrays."""
+        return int(self.tokens.nbytes + self.ends.nbytes + self.rows.nbytes)
+
 
 def documents_of(table: pa.Table, packing: Packing, place: tuple[str, int]) -> Documents:
     """Return the documents of ``table``.

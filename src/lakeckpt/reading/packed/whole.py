@@ -173,6 +173,13 @@ class WholeDecoder:
         """Return the row groups that are read for ``window``."""
         return [part.group for part in window.fragments]
 
+    def kept_bytes(self) -> int:
+        """Return 0: nothing is kept for later windows."""
+        return 0
+
+    def release(self) -> None:
+        """Do nothing: nothing is kept."""
+
     def _documents(self, part: Fragment) -> Documents:
         table = self.rows.decode(part.group, 0, int(self._rows_of[part.group]))
         return documents_of(table, self._packing, place_of(self.rows.table.index, part.group))

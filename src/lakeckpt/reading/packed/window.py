@@ -60,7 +60,7 @@ class SequenceDecoder:
         """Row groups that one of two windows has read, or is reading. The other window may be read first."""
         self._most_kept, self._lock = kept, threading.Lock()
         self.room_bytes: float = math.inf
-        """See `Decoding`. No memory waits here."""
+        """See `Decoding`: row groups are kept for a second window while they fit into it."""
 
     def decode(self, window: Window) -> DecodedWindow:
         """Return the sequences of ``window``.
@@ -81,6 +81,14 @@ class SequenceDecoder:
         """Return the row groups that are read for ``window``, but for one in which the window before it ended."""
         return [part.group for part in window.fragments if not part.start]
 
+    def kept_bytes(self) -> int:
+        """Return the bytes of the row groups that are kept for a second window."""
+        return _bytes_of(self._kept)
+
+    def release(self) -> None:
+        """Keep no row group any more. It takes no lock: the garbage collector may call it in a thread that has it."""
+        self._kept = OrderedDict()
+
     def _parts(self, window: Window) -> list[Part]:
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
             return self._threads.map(self._part, window.fragments) or [self._nothing()]
@@ -95,11 +103,12 @@ class SequenceDecoder:
         if part.rows == self._counted.group_rows[group]:
             return self._decoded(group)
         with self._lock:
-            found = self._kept.pop(group, None)
+            kept = self._kept
+            found = kept.pop(group, None)
             if found is None:
-                mine = self._kept[group] = Future()
-                while len(self._kept) > self._most_kept:
-                    self._kept.popitem(last=False)
+                mine = kept[group] = Future()
+                while len(kept) > self._most_kept:
+                    kept.popitem(last=False)
         if found is not None:
             return found.result()  # of a thread that decodes it, and waits for nothing
         try:
@@ -107,7 +116,10 @@ class SequenceDecoder:
         except BaseException as error:
             mine.set_exception(error)
             with self._lock:
-                self._kept.pop(group, None)
+                kept.pop(group, None)
+        with self._lock:
+            while kept and _bytes_of(kept) > self.room_bytes:
+                kept.popitem(last=False)
         return mine.result()
 
     def _decoded(self, group: int) -> Documents:
@@ -161,3 +173,8 @@ class SequenceDecoder:
             is_inside &= ~(runs.ends & np.isin(runs.documents, cut))
             follows[is_inside] = tokens[after[is_inside]]
         return follows
+
+
+def _bytes_of(kept: OrderedDict[int, Future[Documents]]) -> int:
+    done = [one for one in list(kept.values()) if one.done() and one.exception() is None]
+    return sum(one.result().size_bytes for one in done)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import bisect
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from lakeckpt.core.order import EpochLayout, OrderSpec, Window
 from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.ragged import Column
 from lakeckpt.reading.windows.decode import RowGroupDecoder
+from lakeckpt.reading.windows.room import Room
 from lakeckpt.reading.windows.threads import Threads
 from lakeckpt.reading.windows.window import Array, DecodedWindow, WindowDecoder
 
@@ -94,6 +94,11 @@ class CachedWindow:
         """Whether the window can be read without a wait."""
         return self.decoded is not None or (self.future is not None and self.future.done())
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the window is needed, and waits for room."""
+        return self.future is None and not self.gone
+
 
 class Decoding(Protocol):
     """Decodes windows, in several threads at once: a `WindowDecoder`, or one for packed sequences."""
@@ -107,6 +112,12 @@ class Decoding(Protocol):
     def groups(self, window: Window) -> list[int]:
         """Return the row groups that are read for ``window``."""
 
+    def kept_bytes(self) -> int:
+        """Return the bytes that the decoder alone keeps for later windows."""
+
+    def release(self) -> None:
+        """Release what is kept for later windows, but for the memory of one."""
+
 
 def _rows_of(rows: RowGroupDecoder, nulls: Nulls | None, threads: Threads) -> Decoding:
     return WindowDecoder(rows, nulls=nulls, threads=threads)
@@ -117,9 +128,9 @@ class WindowCache:
 
     ``nulls`` as for `WindowDecoder`; or ``decoder_of`` makes what decodes windows. At most ``threads`` decode.
     ``most_open``: how many windows are open at once, as many as lanes are read in turn. Up to `windows_held_of` it are
-    held: the open windows, and others that were announced. With ``limit_bytes``, only those announced windows are held
-    that fit beside the others, and memory waits to be used again only as far as it fits beside them. A window that the
-    reader waits for is always decoded, and open windows are kept.
+    held: the open windows, and others that were announced. If ``room`` has a limit, only those announced windows are
+    held that fit beside all others of the room, and memory waits to be used again only as far as it fits beside them. A
+    window that the reader waits for is always decoded, and open windows are kept.
     """
 
     def __init__(
@@ -129,7 +140,7 @@ class WindowCache:
         nulls: Nulls | None,
         threads: int,
         most_open: int,
-        limit_bytes: int | None,
+        room: Room,
         decoder_of: Callable[[Threads], Decoding] | None = None,
     ) -> None:
         self._decoder_of = decoder_of or partial(_rows_of, rows, nulls)
@@ -138,10 +149,10 @@ class WindowCache:
         self.rows = rows
         self._begin_threads(threads)
         self._most_open, self._most_held = most_open, windows_held_of(most_open)
-        self._limit = limit_bytes
+        self._room = room
         self._all: dict[Key, CachedWindow] = {}
-        self._deferred: deque[CachedWindow] = deque()
         self._row_bytes = 0.0
+        room.enter(self)
 
     def _begin_threads(self, count: int) -> None:
         self.process = os.getpid()
@@ -165,7 +176,7 @@ class WindowCache:
     @property
     def has_room(self) -> bool:
         """Whether windows that are announced now would be decoded soon, or fetched from a store."""
-        return (not self._deferred and not self._threads.have_enough) or self.rows.has_room
+        return (not self._room.is_full and not self._threads.have_enough) or self.rows.has_room
 
     def get(self, layout: EpochLayout, window: Window) -> CachedWindow:
         """Return the window of ``layout``; a new one is begun as soon as there is room."""
@@ -175,7 +186,7 @@ class WindowCache:
             found = self._all[key] = CachedWindow(key=key, layout=layout, window=window)
             waiting = [one.window for one in self._all.values() if not one.is_ready]
             self.rows.expect([group for one in waiting for group in self._decoder.groups(one)])
-            self._deferred.append(found)
+            self._room.wait(self, found)
             self.fill()
         return found
 
@@ -184,7 +195,6 @@ class WindowCache:
         if needed.decoded is not None:
             return needed.decoded
         if needed.future is None:
-            self._deferred.remove(needed)
             # If the windows of other lanes made room, each would be decoded again for its next micro-batch.
             self._make_room(needed, spared=self._most_open - 1)
             self._begin(needed)
@@ -205,9 +215,19 @@ class WindowCache:
         return columns
 
     def fill(self) -> None:
-        """Begin to decode the announced windows, in the order of their announcement, while there is room."""
-        while self._deferred and self._make_room(self._deferred[0], spared=self._most_open):
-            self._begin(self._deferred.popleft())
+        """Begin to decode the announced windows of the room, in the order of their announcement, while there is any."""
+        self._room.fill()
+
+    def begin(self, window: CachedWindow) -> bool:
+        """See `lakeckpt.reading.windows.room.Taking`."""
+        if not self._make_room(window, spared=self._most_open):
+            return False
+        self._begin(window)
+        return True
+
+    def taken_bytes(self) -> float:
+        """See `lakeckpt.reading.windows.room.Taking`."""
+        return self._decoder.kept_bytes() + sum(map(self._bytes_of, self._held()))
 
     def drop(self, needed: CachedWindow) -> None:
         """Drop a window that is no longer needed, or that must be decoded anew."""
@@ -236,14 +256,14 @@ class WindowCache:
         if self._all:  # reading was broken off; after a whole epoch, the next epoch uses the memory again
             pa.default_memory_pool().release_unused()
         self._all = {}
-        self._deferred.clear()
+        self._decoder.release()
 
     # --- room
 
     def _begin(self, needed: CachedWindow) -> None:
         needed.decoded = None
-        if self._limit is not None:  # the window is decoded into the memory that waits
-            self._decoder.room_bytes = self._limit - sum(map(self._bytes_of, self._held()))
+        if self._room.limit_bytes is not None:  # the window is decoded into the memory that waits
+            self._decoder.room_bytes = self._room.left_bytes() + self._decoder.kept_bytes()
         needed.future = self._threads.submit(partial(self._decoder.decode, needed.window))
 
     def _make_room(self, needed: CachedWindow, *, spared: int) -> bool:
@@ -269,10 +289,9 @@ class WindowCache:
             return True
         if len(held) >= self._most_held:
             return False
-        if self._limit is None:
+        if self._room.limit_bytes is None:
             return True
-        known = sum(map(self._bytes_of, held)) + self._bytes_of(needed)
-        return self._row_bytes > 0 and known <= self._limit
+        return self._row_bytes > 0 and self._bytes_of(needed) <= self._room.left_bytes()
 
     def _bytes_of(self, needed: CachedWindow) -> float:
         """Return the bytes of a window. One that is not decoded is expected to have the widest rows so far."""

@@ -30,7 +30,7 @@ from lakeckpt.errors import ConfigError, DataFileDamaged, LakeckptError, SchemaE
 from lakeckpt.lake.parquet.column_chunks import leaves_of
 from lakeckpt.lake.parquet.fit import FileFit, FileFits, constant
 from lakeckpt.lake.parquet.kept_footers import kept_footers
-from lakeckpt.lake.parquet.prefetch import OpenedFile, Prefetcher
+from lakeckpt.lake.parquet.prefetch import AheadBytes, OpenedFile, Prefetcher
 from lakeckpt.lake.parquet.ranges import read_pinned
 from lakeckpt.lake.parquet.row_group import DEFAULT_MAX_ROW_GROUP_BYTES, RowGroupPlan, RowGroupReader
 from lakeckpt.lake.parquet.types import plain_type
@@ -84,7 +84,8 @@ class RowGroupDecoder:
     """Decodes row groups of ``table``, ``columns`` of them (None: all), knowing the ``open_files`` files used last.
 
     The wanted columns of one row group may take ``max_row_group_bytes`` uncompressed, as the footer states it. Up to
-    ``ahead_bytes``, as they are stored, are prefetched of row groups in a store that are expected.
+    ``ahead_bytes``, as they are stored, are prefetched of row groups in a store that are expected; decoders may share
+    an `AheadBytes`.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class RowGroupDecoder:
         *,
         open_files: int = 16,
         use_threads: bool = True,
-        ahead_bytes: int = DEFAULT_AHEAD_BYTES,
+        ahead_bytes: int | AheadBytes = DEFAULT_AHEAD_BYTES,
         max_row_group_bytes: int = DEFAULT_MAX_ROW_GROUP_BYTES,
     ) -> None:
         if open_files < 1:
@@ -109,8 +110,9 @@ class RowGroupDecoder:
         self._use_threads = use_threads
         self._most = max_row_group_bytes
         is_local = isinstance(table.storage, LocalStorage)
+        ahead = ahead_bytes if isinstance(ahead_bytes, AheadBytes) else AheadBytes(ahead_bytes)
         self._prefetcher = Prefetcher(
-            table.index, self._opened, most_open=open_files, ahead_bytes=0 if is_local else ahead_bytes
+            table.index, self._opened, most_open=open_files, ahead=AheadBytes(0) if is_local else ahead
         )
 
     def expect(self, groups: Iterable[int]) -> None:

@@ -26,6 +26,7 @@ from lakeckpt.reading.columns.gather import cut, join_rows
 from lakeckpt.reading.columns.ragged import map_namespace
 from lakeckpt.reading.windows.cache import CachedWindow, Decoding, WindowCache
 from lakeckpt.reading.windows.decode import RowGroupDecoder
+from lakeckpt.reading.windows.room import Room
 from lakeckpt.reading.windows.threads import Threads, usual_threads
 from lakeckpt.reading.windows.window import DecodedWindow
 
@@ -42,9 +43,9 @@ Announced = list[tuple[CachedWindow, int, int]]
 class PositionReader:
     """Reads the rows that ``decoder`` decodes by their positions in the order that ``spec`` makes. For one thread.
 
-    ``max_windows`` is the number of windows that are open at once, and ``memory_limit_bytes`` bounds the windows that
-    are held, as `WindowCache` has them. ``nulls`` as for `convert`; None: rows are given as Arrow tables. ``make`` is
-    applied to every array of the columns. At most ``threads`` decode; None: as many as there are processors.
+    ``max_windows`` is the number of windows that are open at once, and ``room`` bounds the windows that are held, as
+    `WindowCache` has them; None: any memory. ``nulls`` as for `convert`; None: rows are given as Arrow tables. ``make``
+    is applied to every array of the columns. At most ``threads`` decode; None: as many as there are processors.
     ``decoder_of`` makes what decodes windows, where they are not of rows (`lakeckpt.reading.packed`).
     """
 
@@ -56,7 +57,7 @@ class PositionReader:
         max_windows: int,
         nulls: Nulls | None = "error",
         make: Callable[[Any], Any] | None = None,
-        memory_limit_bytes: int | None = None,
+        room: Room | None = None,
         threads: int | None = None,
         decoder_of: Callable[[Threads], Decoding] | None = None,
     ) -> None:
@@ -73,7 +74,7 @@ class PositionReader:
             nulls=nulls,
             threads=usual_threads() if threads is None else threads,
             most_open=max_windows,
-            limit_bytes=memory_limit_bytes,
+            room=Room() if room is None else room,
             decoder_of=decoder_of,
         )
         self._follows: dict[int, CachedWindow] = {}

@@ -4,9 +4,10 @@
 whole thread does its work alone where no part thread is free, so a window that is needed first never waits behind parts
 of a later window.
 
-The threads are started when they are first needed. They end when `Threads` is closed or no longer referred to, after
-the work at hand. The interpreter joins them when it exits; work that was not begun is not done. A forked process has
-none of the threads and must make its own `Threads`.
+All readers of a process share the threads, however many tables they read. The threads are started when they are first
+needed. They end when the last `Threads` that uses them is closed or no longer referred to, after the current work. The
+interpreter joins them when it exits; work that was not begun is not done. A forked process has none of the threads and
+must make its own `Threads`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from lakeckpt.lake.parquet.ranges import unless_ending
+from lakeckpt.reading.shared import Shared
 
 __all__ = ["Threads", "usual_threads"]
 
@@ -36,18 +38,39 @@ def usual_threads(processes: int = 1) -> int:
     return max(1, min(_MOST, processors // processes))
 
 
+class _Pools:
+    """The threads that readers share, which decode by ``count`` part threads."""
+
+    def __init__(self, count: int) -> None:
+        self.decoding = threading.Lock()
+        self.whole = ThreadPoolExecutor(min(_WHOLE, count), thread_name_prefix="lakeckpt-window")
+        self.parts = ThreadPoolExecutor(count, thread_name_prefix="lakeckpt-part")
+
+
+_shared = Shared(_Pools)
+
+
 class Threads:
-    """Two whole threads (one, where ``count`` is 1), and at most ``count`` that help them."""
+    """What one reader uses of the process's threads: two whole threads (one, where ``count`` is 1), and at most
+    ``count`` that help them."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.decoding = threading.Lock()
-        """Held while a window of several row groups is decoded, so that the first window is ready first."""
-        self._whole: ThreadPoolExecutor | None = None
-        self._parts: ThreadPoolExecutor | None = None
+        self._pools: _Pools | None = None
         self._most_whole = min(_WHOLE, count)
         self._unfinished: deque[None] = deque()
         self._is_wanted = [True]  # emptied by `close`: the work that was submitted is dropped
+
+    @property
+    def decoding(self) -> threading.Lock:
+        """Held while a window of several row groups is decoded, so that the first window is ready first."""
+        return self._used().decoding
+
+    def _used(self) -> _Pools:
+        pools = self._pools  # `close` may be called meanwhile
+        if pools is None:
+            pools = self._pools = _shared.get(self.count)
+        return pools
 
     @property
     def have_enough(self) -> bool:
@@ -59,8 +82,7 @@ class Threads:
 
     def submit(self, work: Callable[[], _R]) -> Future[_R]:
         """Do ``work`` in a whole thread, after the work that was submitted before."""
-        if self._whole is None:
-            self._whole = ThreadPoolExecutor(self._most_whole, thread_name_prefix="lakeckpt-window")
+        whole = self._used().whole
         unfinished, is_wanted = self._unfinished, self._is_wanted
         unfinished.append(None)
 
@@ -72,15 +94,13 @@ class Threads:
             finally:
                 unfinished.pop()
 
-        return self._whole.submit(unless_ending, self._whole, finished)
+        return whole.submit(unless_ending, whole, finished)
 
     def map(self, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
         """Return the results of ``work`` for ``items``, in their order. Raises one of the errors of ``work``."""
         if len(items) < 2 or self.count < 2:
             return [work(item) for item in items]
-        parts = self._parts  # `close` may be called meanwhile
-        if parts is None:
-            parts = self._parts = ThreadPoolExecutor(self.count, thread_name_prefix="lakeckpt-part")
+        parts = self._used().parts
         found: dict[int, _R] = {}
         places = itertools.count()  # each is given to one thread
         failed: list[BaseException] = []
@@ -108,5 +128,5 @@ class Threads:
         is starting while it holds its own lock. A pool that is garbage-collected ends its threads.
         """
         self._is_wanted.clear()
-        self._whole = self._parts = None
+        self._pools = None
         self._unfinished, self._is_wanted = deque(), [True]

@@ -29,7 +29,7 @@ from lakeckpt.reading.columns.convert import Nulls, convert_parts
 from lakeckpt.reading.columns.forms import join, narrowed
 from lakeckpt.reading.columns.gather import column_bytes, gather, join_rows
 from lakeckpt.reading.columns.ragged import Column
-from lakeckpt.reading.columns.recycled import Recycled
+from lakeckpt.reading.columns.recycled import recycled_memory
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import Threads
 
@@ -58,8 +58,7 @@ class WindowDecoder:
         self.rows = decoder
         self._nulls = nulls
         self._threads = threads
-        self._memory = Recycled()
-        self._largest = 0
+        self._memory = recycled_memory()
         self.room_bytes: float = math.inf
         """The most memory that may wait to be used for a later window, beside the windows that are held."""
         self.schema: pa.Schema = decoder.schema
@@ -70,7 +69,7 @@ class WindowDecoder:
         Raises as `RowGroupDecoder.decode`, and `NullValueError` (file, row group and column named) for a null that
         ``nulls`` does not allow.
         """
-        self._memory.limit_bytes = int(max(0, min(self._largest, self.room_bytes)))
+        self._memory.limit_bytes = int(max(0, min(self._memory.largest_bytes, self.room_bytes)))
         # One row group keeps one thread busy. While several are decoded, the next window must not take the threads.
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
             tables = self._threads.map(self._fragment, window.fragments) or [self.schema.empty_table()]
@@ -89,12 +88,20 @@ class WindowDecoder:
         names = list(parts[0])
         columns = dict(zip(names, self._threads.map(whole, names), strict=True))
         size = max(held, column_bytes(columns))
-        self._largest = max(self._largest, size)
+        self._memory.largest_bytes = max(self._memory.largest_bytes, size)
         return DecodedWindow(columns=columns, table=None, size_bytes=size)
 
     def groups(self, window: Window) -> list[int]:
         """Return the row groups that are read for ``window``."""
         return [part.group for part in window.fragments]
+
+    def kept_bytes(self) -> int:
+        """Return 0: the memory that waits is not this decoder's alone, and `room_bytes` bounds it."""
+        return 0
+
+    def release(self) -> None:
+        """Keep the memory of one window, and release what comes back later."""
+        self._memory.rest()
 
     def _fragment(self, part: Fragment) -> pa.Table:
         return self.rows.decode(part.group, part.start, part.stop)
