@@ -139,7 +139,7 @@ def test_shares_stay_right_over_changes_of_lanes_and_weights(
         for source, _, _ in taken.elements():
             counts[source] += 1
     # A lane is within two rows of its share, and the rows that lanes had too many are carried over.
-    scale = sum(state.weights)
+    scale = sum(weights_in(state))
     assert all(abs(count * scale - want) <= 2 * (most + 1) * scale for count, want in zip(counts, wanted, strict=True))
 
 
