@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lakeckpt import CheckpointManager
-from lakeckpt.checkpoint import manager as manager_module
 from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.link import AgentLink
@@ -67,7 +66,7 @@ def _agent(begin: Begin) -> AgentLink | ThreadAgent:
     return ThreadAgent(begin) if begin.uri in _places else AgentLink(begin)
 
 
-manager_module.open_storage = _open  # type: ignore[attr-defined]
+opening.open_storage = _open  # type: ignore[assignment,attr-defined]
 opening.AgentLink = _agent  # type: ignore[assignment,misc]
 
 
