@@ -22,7 +22,6 @@ from lakeckpt.data.transform import CarriedRows
 from lakeckpt.errors import ConfigError, SchemaError
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.table import Table
-from lakeckpt.reading.packed.packing import dtype_of
 from lakeckpt.reading.windows.decode import select_columns
 
 __all__ = ["MixedDataset", "mix"]
@@ -215,8 +214,7 @@ def _delivered(one: LakeDataset) -> str:
     """Return what the tokens of a packed dataset are delivered as."""
     if one.packing is None:
         return ""
-    labels = "with" if one.packing.labels else "without"
-    return f"{dtype_of(one.table.schema.field(one.packing.column).type)} {labels} labels"
+    return f"{one.packing.dtype_in(one.table.schema)} as {', '.join(one.packing.columns)}"
 
 
 def _check_columns(pair: str, first: LakeDataset, other: LakeDataset) -> None:

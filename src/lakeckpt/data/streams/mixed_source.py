@@ -19,7 +19,7 @@ import torch
 from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedReceipt, Part
 from lakeckpt.data.batch import Batch
 from lakeckpt.data.memory import Budget, budget_of
-from lakeckpt.data.source import BatchSource, Iterations
+from lakeckpt.data.source import BatchSource, Iterations, delivered
 from lakeckpt.errors import SchemaError
 from lakeckpt.reading.columns.gather import gather, new_array
 from lakeckpt.reading.columns.ragged import Ragged
@@ -123,6 +123,7 @@ class MixedSource(Iterations):
         found = group.columns
         if len(group.orders) > 1:
             found = {name: _rows_of(one, start, start + len(order)) for name, one in found.items()}
+        found = delivered(found)
         if self._source_column is not None:
             if self._source_column in found:
                 raise SchemaError(
