@@ -12,7 +12,7 @@ from typing import Any
 
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
 from lakeckpt.checkpoint.bubbles.policy import BubblePolicy, Kind
-from lakeckpt.checkpoint.bubbles.profile import MovedSlice, shares
+from lakeckpt.checkpoint.bubbles.record import MovedSlice, waits_of
 
 
 class _Account:
@@ -97,7 +97,9 @@ class Accounted(BubbleGate):
                 MovedSlice(size_bytes=round(1e9 * cpu_s), begin_s=begin_s, end_s=max(begin_s, end_s))
                 for begin_s, end_s, cpu_s in mine
             ]
-            found += shares([dataclasses.replace(record, slices=tuple(took))]).bubble_bytes / 1e9
+            waits = waits_of([dataclasses.replace(record, slices=tuple(took))])
+            share = sum(one.share for one in waits if one.kind == "bubble")
+            found += share * sum(one.size_bytes for one in took) / 1e9
         return found
 
 

@@ -33,7 +33,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -48,9 +48,8 @@ from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, IterationRecord, save_profile, shares
+from lakeckpt.checkpoint.bubbles.record import IterationRecord, waits_of
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.wire.documents import from_plain, to_plain
 
 WAYS = ("none", "at once", "in bubbles")
@@ -117,10 +116,6 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
         "records": {way: [to_plain(one) for one in gate.records()] for way, gate in told.items()},
     }
     Path(f"{folder}/{case}-{rank}.json").write_text(json.dumps(found))
-    if asked.profile is not None:
-        records = told["in bubbles"].records()[-64:]
-        profile = BubbleProfile(attempt=0, rank=rank, world_size=WORLD, records=records)
-        save_profile(open_storage(asked.profile / case), profile)
     engine.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -180,7 +175,6 @@ def main() -> None:
     arguments.add_argument("--slow-s", type=float, default=0.24, help="what rank 1 waits for its data: ddp")
     arguments.add_argument("--more", type=float, default=1.25, help="what rank 1 computes of rank 0: ddp-computing")
     arguments.add_argument("--json", type=Path, help="write what was measured to this file")
-    arguments.add_argument("--profile", type=Path, help="write profiles to this folder: lakeckpt report FOLDER/CASE")
     asked = arguments.parse_args()
     written: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count()}
     os.environ.update(KEEPS_MEMORY)
@@ -235,16 +229,24 @@ def middle_of(differences: list[float]) -> tuple[float, float, float]:
 def of_rank(rank: dict[str, Any], way: str, none: list[float]) -> dict[str, float]:
     """Where one rank's bytes moved, and what captures took of its core; ``none``: iterations without, in seconds."""
     records = [from_plain(IterationRecord, one, "a record") for one in rank["records"][way]]
-    found, of_all = shares(one for one in records if one.step >= rank["counts_from"]), shares(records)
+    counted = [one for one in records if one.step >= rank["counts_from"]]
+    slices = [one for record in counted for one in record.slices]
+    bubbles = [one for record in counted for one in record.windows if one.kind == "bubble"]
     return {
-        "bubble_share": found.bubble_share,
-        "bubble_share_of_all": of_all.bubble_share,
-        "bubble_s": found.bubble_s / max(1, found.iterations),
-        "urgent_share": found.urgent_bytes / max(1, found.moved_bytes),
+        "bubble_share": bubble_share(counted),
+        "bubble_share_of_all": bubble_share(records),
+        "bubble_s": sum(one.end_s - one.begin_s for one in bubbles) / max(1, len(counted)),
+        "urgent_share": sum(one.size_bytes for one in slices if one.urgent)
+        / max(1, sum(one.size_bytes for one in slices)),
         "spent_s": statistics.mean(rank["spent"][way]),
         "spent_share": statistics.mean(rank["spent"][way]) / statistics.median(none),
         "cpu_share": (rank["cpu_s"][way] - rank["cpu_in_bubbles_s"][way]) / len(rank["spent"][way]) / min(none),
     }
+
+
+def bubble_share(records: Sequence[IterationRecord]) -> float:
+    """The part of the bytes that moved in bubbles."""
+    return sum(one.share for one in waits_of(records) if one.kind == "bubble")
 
 
 def print_case(case: str, found: dict[str, Any]) -> None:

@@ -28,14 +28,13 @@ from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.manifest import Begin, Manifest
 from lakeckpt.checkpoint.format.parts import PARTS, SHARING, SaveId
-from lakeckpt.checkpoint.format.sharing import Sharing, sharing_to_bytes
+from lakeckpt.checkpoint.format.sharing import Sharing, part_key, sharing_to_bytes
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.restore.from_storage import fetch_parts, load_from, load_own
 from lakeckpt.checkpoint.state.random_states import RANDOM, capture_random
 from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
-from lakeckpt.checkpoint.state.wholes import part_key
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.tracking.rounds import Rounds, facts_to_bytes
 from lakeckpt.tracking.tally import Tally

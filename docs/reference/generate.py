@@ -75,7 +75,7 @@ def _entry(name: str, value: Any) -> str:
     parts = [f"### {name}", _signature_block(name, value), _text(value)]
     if inspect.isclass(value):
         parts += [_fields(value)]
-        parts += [_member(member, found) for member, found in vars(value).items() if not member.startswith("_")]
+        parts += [_member(member, found) for member, found in _public(value).items() if not member.startswith("_")]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -92,6 +92,15 @@ def _fields(value: type) -> str:
                 described = inspect.cleandoc(text).replace("\n", "\n  ")
                 listed.append(f"* `{name}`: {described}")
     return "\n".join(listed)
+
+
+def _public(value: type) -> dict[str, Any]:
+    """The members of a class, and those that it has from a base that is not public itself."""
+    bases = [one for one in value.__mro__[1:] if one.__name__ == "BaseDataset"]
+    return {
+        **vars(value),
+        **{name: one for base in bases for name, one in vars(base).items() if name not in vars(value)},
+    }
 
 
 def _member(name: str, value: Any) -> str:

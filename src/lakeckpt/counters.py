@@ -116,6 +116,8 @@ class RunCounters(Counters):
     """Bytes for which an optimizer step waited."""
     beside_bytes: int = 0
     """Bytes that were copied beside training, where no idle windows are watched."""
+    waits: Callable[[], Iterable[Any]] = tuple
+    """Returns the last waits by site (``site``, ``median_s``, ``share``). Any thread may call it."""
 
     def begin(self, step: int, committed_step: int, restored: Any) -> None:
         """Note where an attempt begins; ``restored`` is the commit that it restored (``created_s``), None: now."""

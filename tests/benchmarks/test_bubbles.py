@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.bubbles import WAYS, middle_of, summary, ways_of_round
 from lakeckpt.checkpoint.bubbles.policy import IdleWindow
-from lakeckpt.checkpoint.bubbles.profile import IterationRecord, MovedSlice
+from lakeckpt.checkpoint.bubbles.record import IterationRecord, MovedSlice
 from lakeckpt.wire.documents import to_plain
 
 

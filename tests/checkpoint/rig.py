@@ -8,13 +8,17 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import Ranks
+from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import SlabRecord, TensorRecord
+from lakeckpt.checkpoint.format.verified_reads import fetch_register
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.order import OrderSpec
@@ -22,7 +26,7 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import State
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.errors import MissingRanksError, ObjectExists, ObjectMissing
-from lakeckpt.lake.storage.base import ObjectInfo
+from lakeckpt.lake.storage.base import ObjectInfo, Storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.tally import Tally
 from tests.checkpoint.seams import manager_with
@@ -40,6 +44,19 @@ def record_of(spec: TensorSpec, digest: bytes, ranks: Ranks) -> TensorRecord:
     """Return the record of a tensor that is one slab, at byte 8 of the first file of its part."""
     slab = SlabRecord(spec=spec, start=0, digest=digest, file=0, at=8)
     return TensorRecord(spec=spec, digest=digest, slabs=(slab,), ranks=ranks)
+
+
+def with_parts(storage: Storage, manifest: Manifest, parts: Mapping[int, bytes]) -> Manifest:
+    """Put other documents in the place of ``parts`` (rank → document), and a register that names them. Return a
+    manifest that vouches for it."""
+    register = fetch_register(storage, manifest)
+    digests = [register.digest(rank) for rank in range(manifest.world_size)]
+    for rank, data in parts.items():
+        storage.put(manifest.save.part_path(rank), [data])
+        digests[rank] = short_digest(data)
+    data = replace(register, digests=b"".join(digests)).to_bytes()
+    storage.put(manifest.save.register_path, [data])
+    return replace(manifest, register=short_digest(data))
 
 
 class MemoryStorage:

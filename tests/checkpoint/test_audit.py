@@ -167,7 +167,7 @@ def test_an_abandoned_branch_does_not_count(table: Path) -> None:
     script.attempt(12, every=4)
     tip = read_history(script.storage).tip
     assert tip is not None
-    script.storage.delete(tip.parts[0].path)
+    script.storage.delete(tip.save.part_path(0))
     with pytest.warns(UserWarning, match="not whole"):
         script.attempt(8, every=4)
     report = audited(script)

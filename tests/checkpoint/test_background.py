@@ -820,6 +820,9 @@ class Captures:
     def dropped(self, step: int) -> tuple[bool, None]:
         return False, None
 
+    def waits(self) -> tuple[()]:
+        return ()
+
     def cut(self, step: int, **_: Any) -> bool:
         if step != self._left_out:
             self._pending = step

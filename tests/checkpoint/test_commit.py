@@ -9,9 +9,9 @@ import pytest
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, content_digest, leaf_digests, short_digest
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.parts import PartRecord, SaveId, TreeRecord
-from lakeckpt.checkpoint.format.units import tensor_unit
-from lakeckpt.checkpoint.persist.agreement import sum_of
-from lakeckpt.checkpoint.persist.commit import Expected, await_commit, collect_parts, verify_objects
+from lakeckpt.checkpoint.format.sharing import part_key
+from lakeckpt.checkpoint.format.units import sum_of, tensor_unit, tree_unit
+from lakeckpt.checkpoint.persist.commit import Collected, Expected, await_commit, collect_parts, verify_objects
 from lakeckpt.checkpoint.persist.failures import publish_failure
 from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
@@ -23,11 +23,14 @@ from tests.checkpoint.test_log import begin, manifest
 SAVE = SaveId(attempt=0, step=1, number=1)
 DATA = memoryview(bytes(range(8)))
 SPEC = TensorSpec(key="m/w", dtype="float32", shape=(2,))
-WEIGHT, TREE = tensor_unit(SPEC, content_digest(DATA)), ("tree:m", b"")
+DIVIDED = TensorSpec(key=part_key("m/w", (0,), (2,)), dtype="float32", shape=(2,))
+WEIGHT, PART = (tensor_unit(spec, content_digest(DATA)) for spec in (SPEC, DIVIDED))
+TREE = tree_unit("m", short_digest(b"d"))
 AGREED = {
-    "one by one": Expected(alone=[{WEIGHT, TREE}] * 2, bundles={}),
-    "together": Expected(alone=[{TREE}] * 2, bundles={((0, 1),): sum_of([WEIGHT]), ((1, 2),): sum_of([WEIGHT])}),
+    "one by one": Expected(alone=[sum_of([WEIGHT, TREE])] * 2, bundles={}),
+    "together": Expected(alone=[sum_of([TREE])] * 2, bundles={((0, 1),): sum_of([PART]), ((1, 2),): sum_of([PART])}),
 }
+SPECS = {"one by one": SPEC, "together": DIVIDED}
 OTHER = r"(the part of rank 1 does not hold what the ranks|step 1: rank 1 did not write what they) agreed on at the cut"
 
 
@@ -35,30 +38,31 @@ OTHER = r"(the part of rank 1 does not hold what the ranks|step 1: rank 1 did no
 def expected(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How the ranks agreed on what each of them writes."""
     monkeypatch.setitem(AGREED, "now", AGREED[request.param])
+    monkeypatch.setitem(SPECS, "now", SPECS[request.param])
 
 
 def write(storage: MemoryStorage, rank: int, *, save: SaveId = SAVE, data: memoryview = DATA) -> PartRecord:
-    staged = StagedTensor(spec=SPEC, data=data, leaves=leaf_digests(data, LEAF_BYTES))
+    staged = StagedTensor(spec=SPECS["now"], data=data, leaves=leaf_digests(data, LEAF_BYTES))
     tensor = OwnedTensor(staged=staged, ranks=((rank, rank + 1),))
     tree = TreeRecord(item="m", document=b"d", digest=short_digest(b"d"), ranks=((rank, rank + 1),))
     return persist(storage, run="r", save=save, rank=rank, world_size=2, cut=b"c", tensors=[tensor], trees=[tree])
 
 
-def collect(storage: MemoryStorage) -> list[PartRecord]:
+def collect(storage: MemoryStorage) -> Collected:
     waiter = EventWaiter(storage)
     waiter.died()
     expected = AGREED["now"]
-    refs, parts = collect_parts(storage, SAVE, world_size=2, cut=b"c", expected=expected, waiter=waiter, timeout_s=5)
-    assert [ref.digest for ref in refs] == [short_digest(storage.objects[ref.path]) for ref in refs]
-    return parts
+    return collect_parts(storage, SAVE, world_size=2, cut=b"c", expected=expected, waiter=waiter, timeout_s=5)
 
 
 def test_parts_that_hold_what_was_agreed_on_are_taken() -> None:
     storage = MemoryStorage()
     parts = [write(storage, rank) for rank in range(2)]
     storage.put(f"parts/{SAVE.folder}/readme", [b"not a part"])
-    assert collect(storage) == parts
-    verify_objects(storage, parts)
+    found = collect(storage)
+    assert [(head.rank, head.files) for head in found.heads] == [(part.rank, part.files) for part in parts]
+    assert found.digests == b"".join(short_digest(storage.objects[SAVE.part_path(rank)]) for rank in range(2))
+    verify_objects(storage, found.heads)
 
 
 def test_a_part_with_another_content_is_refused() -> None:
@@ -73,14 +77,15 @@ def test_what_ranks_hold_together_is_written_by_one_of_them(
     writers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both = ((0, 2),)
-    monkeypatch.setitem(AGREED, "now", Expected(alone=[{TREE}] * 2, bundles={both: sum_of([WEIGHT])}))
+    monkeypatch.setitem(AGREED, "now", Expected(alone=[sum_of([TREE])] * 2, bundles={both: sum_of([PART])}))
+    monkeypatch.setitem(SPECS, "now", DIVIDED)
     storage = MemoryStorage()
     for rank in range(2):
         part = write(storage, rank)
         tensors = tuple(replace(one, ranks=both) for one in part.tensors if rank in writers)
         storage.put(SAVE.part_path(rank), [replace(part, tensors=tensors).to_bytes()])
     if len(writers) == 1:
-        assert len(collect(storage)) == 2
+        assert len(collect(storage).heads) == 2
     else:
         with pytest.raises(SaveFailed, match="step 1: ranks 0-1 did not write what they agreed on at the cut"):
             collect(storage)

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lakeckpt import open_table
-from lakeckpt.checkpoint.format.verified_reads import fetch_part
+from lakeckpt.checkpoint.format.verified_reads import fetch_part, fetch_register
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.errors import CheckpointDamaged, DamageWarning, NewerFormat, SaveFailed
@@ -112,27 +112,29 @@ def test_damage_in_older_entries_is_told_and_the_newest_is_taken(slot: int, plac
         assert restored(storage) == (2, 2, 2, (name,))
 
 
-def test_every_byte_of_a_part_is_covered_by_its_manifest() -> None:
+def test_every_byte_of_a_part_and_of_the_register_is_covered_by_the_manifest() -> None:
     storage = two_checkpoints()
     manifest = read_history(storage).tip
-    (ref,) = manifest.parts
-    whole = storage.objects[ref.path]
-    assert fetch_part(storage, manifest, ref).rank == 0
-    for at in range(len(whole)):
-        storage.objects[ref.path] = whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :]
-        with pytest.raises(CheckpointDamaged):
-            fetch_part(storage, manifest, ref)
+    register = fetch_register(storage, manifest)
+    assert fetch_part(storage, manifest, register, 0).rank == 0
+    for path in (manifest.save.part_path(0), manifest.save.register_path):
+        whole = storage.objects[path]
+        for at in range(len(whole)):
+            storage.objects[path] = whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :]
+            with pytest.raises(CheckpointDamaged):
+                fetch_part(storage, manifest, fetch_register(storage, manifest), 0)
+        storage.objects[path] = whole
 
 
 def test_a_whole_part_that_is_not_the_one_that_was_committed_is_noticed() -> None:
     storage = two_checkpoints()
     manifest = read_history(storage).tip
-    (ref,) = manifest.parts
-    other = replace(fetch_part(storage, manifest, ref), world_size=2).to_bytes()
-    assert len(other) == ref.size_bytes
-    storage.objects[ref.path] = other
+    path, register = manifest.save.part_path(0), fetch_register(storage, manifest)
+    other = replace(fetch_part(storage, manifest, register, 0), world_size=2).to_bytes()
+    assert len(other) == len(storage.objects[path])
+    storage.objects[path] = other
     with pytest.raises(CheckpointDamaged, match=r"the part of rank 0 is not what slot 2 committed"):
-        fetch_part(storage, manifest, ref)
+        fetch_part(storage, manifest, register, 0)
 
 
 def test_training_goes_on_from_the_one_before_and_the_history_says_so() -> None:

@@ -193,7 +193,7 @@ def test_steps_of_the_rest_are_explained_by_the_rows_that_they_read(lake: Path) 
 def test_the_audit_notices_a_rest_that_lacks_other_rows_than_were_consumed(lake: Path) -> None:
     from dataclasses import replace
 
-    from lakeckpt.checkpoint.restore.rest_of_epoch import rest_of_epoch
+    from lakeckpt.checkpoint.consumed.rest_of_epoch import rest_of_epoch
     from lakeckpt.lake.table.deletes import Deletes
 
     job, excluded = Job(lake, shuffle=False, num_lanes=1), [("b.parquet", 2)]
@@ -203,7 +203,7 @@ def test_the_audit_notices_a_rest_that_lacks_other_rows_than_were_consumed(lake:
         return rest_of_epoch(state, there, Deletes.of({0: taken.rows(0) + 1}))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lakeckpt.checkpoint.restore.rest_of_epoch.rest_of_epoch", another)
+        patch.setattr("lakeckpt.checkpoint.consumed.rest_of_epoch.rest_of_epoch", another)
         job.attempt(excluded, steps=2)
     assert replace  # the run as it is tells
     report = job.audited()

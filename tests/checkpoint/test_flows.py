@@ -13,10 +13,10 @@ import pytest
 import lakeckpt
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.ledger.audit import audit, audit_history
+from lakeckpt.checkpoint.ledger.consumed_keys import consumed_keys
 from lakeckpt.checkpoint.ledger.explain import explain
 from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.restore.rest_of_epoch import carry_over
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
 from lakeckpt.errors import ConfigError, TrackingError
@@ -258,4 +258,4 @@ def test_what_is_left_of_an_epoch_cannot_become_another_selection(table: Table) 
     storage = MemoryStorage()
     attempt(storage, table, (2, 3, 4))
     with pytest.raises(ConfigError, match="another version of its table cannot go on in the middle of an epoch"):
-        carry_over(storage, table, key=["id"])
+        consumed_keys(storage, table, key="id")

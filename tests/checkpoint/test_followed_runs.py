@@ -202,5 +202,5 @@ def test_the_place_in_a_tranche_is_not_carried_over(tmp_path: Path, capsys: pyte
     history.lake.append(40)
     assert not history.attempt(4, {})
     history.lake.append(2)
-    assert main(["plan", str(history.lake.folder), "--remap", str(history.run), "--key", "id"]) != 0
+    assert main(["plan", str(history.lake.folder), "--remap", str(history.run), "--key", "id", "--out", "x"]) != 0
     assert "follows a growing table" in capsys.readouterr().err

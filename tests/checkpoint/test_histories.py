@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import not_rolled_back, read_history
 from lakeckpt.checkpoint.persist.log import read_log
-from lakeckpt.checkpoint.restore.rollback import before_orders, restorable, roll_back
+from lakeckpt.checkpoint.restore.candidates import RunLog, before_orders
+from lakeckpt.checkpoint.restore.rollback import roll_back
 from lakeckpt.errors import AttemptSuperseded
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager
 from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
@@ -97,9 +98,10 @@ def test_every_restore_succeeds_and_every_row_counts_once_in_any_history(history
                 assert [one.slot for one in read_history(storage).chain] == before
             live = Trainer(storage, ordered)
         else:
-            view = read_log(storage)
-            view = before_orders(view) if what == "roll back" else view
-            steps = sorted(one.step for one in restorable(storage, view))
+            log = RunLog(storage, reads_all=True)
+            log.look()
+            kept = log.kept(before_orders(log.view) if what == "roll back" else log.view)
+            steps = sorted(one.step for one in kept)
             step = steps[more[0] % len(steps)]
             if what == "roll back":
                 roll_back(storage, step)

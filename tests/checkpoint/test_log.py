@@ -14,7 +14,6 @@ from lakeckpt.checkpoint.format.manifest import (
     Begin,
     Entry,
     Manifest,
-    PartRef,
     ReaderRecord,
     Restored,
     Stretch,
@@ -56,7 +55,6 @@ def manifest(slot: int, *, attempt: int, parent: int | None, step: int = 1, writ
         steps=StepRecord(runs=(Run(first=1, count=3, start=Frontier(0, 1), stride=1),)),
         index="ab",
     )
-    part = PartRef(rank=0, path="parts/0000000000/x/00000.lkc", size_bytes=3, digest=bytes(16))
     return Manifest(
         run="run",
         slot=slot,
@@ -66,7 +64,8 @@ def manifest(slot: int, *, attempt: int, parent: int | None, step: int = 1, writ
         number=slot,
         world_size=1,
         cut=b"cut",
-        parts=(part,),
+        register=bytes(16),
+        kept=Intervals.of([(slot, slot + 1)]),
         readers={"reader": record},
         seed=7,
         library="0",

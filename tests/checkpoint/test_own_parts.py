@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import lakeckpt.checkpoint.restore.from_storage as load_module
 from lakeckpt import CheckpointManager
-from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.fields import holds
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import PartRecord
@@ -26,7 +25,17 @@ from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.restore.from_storage import fetch_parts, load, load_from, load_own
 from lakeckpt.errors import CheckpointDamaged, DamageWarning
 from lakeckpt.lake.storage.local import LocalStorage
-from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, changed, good, manager, run_ranks
+from tests.checkpoint.rig import (
+    Counter,
+    EventWaiter,
+    HubExchange,
+    MemoryStorage,
+    changed,
+    good,
+    manager,
+    run_ranks,
+    with_parts,
+)
 from tests.checkpoint.test_ranks import parts_of
 from tests.tracking.processes import run_processes
 
@@ -39,7 +48,7 @@ class Watched(MemoryStorage):
         self.read_parts: Counts[str] = Counts()
 
     def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
-        self.read_parts[path] += path.startswith("parts/")
+        self.read_parts[path] += path.startswith("parts/") and not path.endswith("register.lkc")
         return super().read(path, start, stop, etag=etag)
 
 
@@ -91,12 +100,9 @@ def manifest_of(storage: MemoryStorage | LocalStorage) -> Manifest:
 def rewritten(storage: MemoryStorage, rank: int, **changes: Any) -> None:
     """Another record in the place of the newest part of ``rank``, and a manifest that says so."""
     manifest = manifest_of(storage)
-    ref = manifest.parts[rank]
-    part = replace(PartRecord.from_bytes(storage.objects[ref.path]), **changes)
-    data = storage.objects[ref.path] = part.to_bytes()
-    new = replace(ref, size_bytes=len(data), digest=short_digest(data))
-    parts = tuple(new if one is ref else one for one in manifest.parts)
-    put_entry(storage, replace(manifest, slot=manifest.slot + 1, parts=parts))
+    part = replace(PartRecord.from_bytes(storage.objects[manifest.save.part_path(rank)]), **changes)
+    manifest = with_parts(storage, manifest, {rank: part.to_bytes()})
+    put_entry(storage, replace(manifest, slot=manifest.slot + 1))
 
 
 def test_a_rank_reads_the_parts_that_hold_its_state_and_no_others() -> None:
@@ -118,7 +124,7 @@ def test_a_rank_reads_the_parts_that_hold_its_state_and_no_others() -> None:
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_part_that_is_damaged_is_noticed_by_the_rank_that_it_is_of(rank: int) -> None:
     storage = saved(4)
-    path = manifest_of(storage).parts[rank].path
+    path = manifest_of(storage).save.part_path(rank)
     storage.objects[path] = changed(storage.objects[path])
     assert restored(storage, 4) == [[1.0, 1.0, 1.0]] * 4
 
@@ -149,7 +155,7 @@ def test_a_part_that_names_too_few_or_none_has_all_read() -> None:
         rewritten(storage, 2, outline=wrong)
         assert load_own(storage, manifest_of(storage), rank=2) is None
         assert load(storage, manifest_of(storage), rank=2, world_size=4).specs == full.specs
-    storage.objects[manifest_of(storage).parts[2].path] = b"none"
+    storage.objects[manifest_of(storage).save.part_path(2)] = b"none"
     assert load_own(storage, manifest_of(storage), rank=2) is None
     with pytest.raises(CheckpointDamaged):
         load(storage, manifest_of(storage), rank=2, world_size=4)
@@ -229,7 +235,7 @@ def damaged_and_placed_otherwise(rank: int, world_size: int, folder: str) -> Non
     saver.close()
     dist.barrier()
     if rank == 0:
-        path = manifest_of(storage).parts[2].path  # not where the tree is, which all read
+        path = manifest_of(storage).save.part_path(2)  # not where the tree is, which all read
         storage.put(path, [changed(storage.read(path))])
     dist.barrier()
     again = module(Shard(1), 0.0)

@@ -70,7 +70,7 @@ def test_a_restore_takes_the_newer_checkpoint_where_the_one_that_it_reads_is_rem
 
     counter = Counter({name: torch.zeros(5000) for name in "abc"})
     step = manager(Read(storage, at, live_on), {"n": counter}).restore()
-    assert step == (3 if at == 1 else 1) and alike(counter.value) == step
+    assert step == (3 if at in (1, 2) else 1) and alike(counter.value) == step
 
 
 @pytest.mark.parametrize("at", range(1, 8))
@@ -91,7 +91,7 @@ def test_a_state_that_is_read_beside_the_run_is_of_one_checkpoint(at: int) -> No
     with contextlib.suppress(CheckpointNotFound):
         assert alike(read_state(beside, step=1)["n"]["value"]) == 1.0
     go_on()
-    with pytest.raises(CheckpointNotFound, match=r"the checkpoint of step 1 .*was removed by the run's rule \(keep=\)"):
+    with pytest.raises(CheckpointNotFound, match=r"no checkpoint of step 1 that its rule \(keep=\) keeps"):
         read_state(storage, step=1)
 
 

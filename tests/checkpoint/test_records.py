@@ -12,13 +12,12 @@ from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import ranges
 from lakeckpt.checkpoint.format.parts import SHARING, SaveId
-from lakeckpt.checkpoint.format.sharing import Sharing, sharing_to_bytes
-from lakeckpt.checkpoint.format.units import Unit
-from lakeckpt.checkpoint.persist.agreement import Agreement, agree, sum_of
+from lakeckpt.checkpoint.format.sharing import Sharing, part_key, sharing_to_bytes
+from lakeckpt.checkpoint.format.units import Unit, sum_of
+from lakeckpt.checkpoint.persist.agreement import Agreement, agree
 from lakeckpt.checkpoint.persist.failures import publish_failure
 from lakeckpt.checkpoint.persist.records import RecordTalk
 from lakeckpt.checkpoint.state.staged import Staged, StagedTensor, StagedTree
-from lakeckpt.checkpoint.state.wholes import part_key
 from lakeckpt.errors import CheckpointError, MissingRanksError, SaveFailed, TrackingError
 from lakeckpt.tracking.rounds import Rounds
 from tests.checkpoint.rig import EventWaiter, Gone, MemoryStorage, good, run_ranks
@@ -85,10 +84,13 @@ def test_replicas_that_agree_say_one_small_thing_each() -> None:
 
 
 def divided(rank: int, *, group: int = 1, count: int = 500, other: int = 0, kinds: int = 1) -> list[Unit]:
-    """Parts under names that all ranks have, alike on every ``group`` ranks that follow each other, and one unit that
+    """Parts, alike on every ``group`` ranks that follow each other, and one unit that
     all hold alike."""
     content = bytes([rank // group + other]) * 16
-    parts = [Unit(id=(f"tensor:{n:03}", content), size_bytes=9, bundle=n % kinds) for n in range(count)]
+    parts = [
+        Unit(id=(f"tensor:{rank // group + other}/{n:03}", content), size_bytes=9, bundle=n % kinds)
+        for n in range(count)
+    ]
     return [Unit(id=("tree:model", bytes(16)), size_bytes=5), *parts]
 
 
@@ -108,7 +110,7 @@ def test_of_parts_that_no_other_rank_has_it_says_one_small_thing(kinds: int) -> 
     assert len({one.cut for one in found}) == 1
     for rank, one in enumerate(found):
         ranks = ((rank, rank + 1),)
-        assert one.mine == {(f"tensor:{n:03}", bytes([rank]) * 16): (rank, ranks) for n in range(500)}
+        assert one.mine == {(f"tensor:{rank}/{n:03}", bytes([rank]) * 16): (rank, ranks) for n in range(500)}
         assert one.owners == {("tree:model", bytes(16)): (0, ((0, 4),))}
         assert one.bundles == {((at, at + 1),): sum_of(u.id for u in divided(at)[1:]) for at in range(4)}
         outline = one.outline(rank)
@@ -139,7 +141,7 @@ def test_a_rank_shares_each_bundle_with_those_that_have_it() -> None:
 
     def units_of(rank: int) -> list[Unit]:
         return [
-            Unit(id=(f"tensor:{kind} {n}", bytes([group]) * 16), size_bytes=10 + 7 * n, bundle=kind)
+            Unit(id=(f"tensor:{kind} {group} {n}", bytes([group]) * 16), size_bytes=10 + 7 * n, bundle=kind)
             for kind, group in (("half", rank // 4), ("parity", rank % 2))
             for n in range(23)
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.checkpoint.format.keep import Keep
+from lakeckpt.checkpoint.format.register import KeptCheckpoint, kept_of
+from lakeckpt.checkpoint.format.verified_reads import fetch_register
 from lakeckpt.checkpoint.ledger.verify import VerifyReport, verify
 from lakeckpt.checkpoint.persist import persist
-from lakeckpt.checkpoint.persist.history import kept_of, read_history
+from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.commit import Collected
+from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.checkpoint.persist.retention import Retention
 from lakeckpt.errors import (
@@ -38,6 +41,14 @@ def folders(storage: MemoryStorage) -> set[str]:
     return {
         name.split("/", 1)[1].rpartition("/")[0] for name in storage.objects if name.startswith(("parts/", "objects/"))
     }
+
+
+def retention(storage: MemoryStorage) -> Retention:
+    """The retention of the attempt that made the newest commit."""
+    tip = read_history(storage).tip
+    return Retention(
+        storage, Attempt(run=tip.run, number=tip.attempt, last=tip.slot, parent=tip.parent, seed=0, recorded=tip.step)
+    )
 
 
 def run(storage: Any, steps: int, *, value: Any = 1.0, **options: Any) -> None:
@@ -75,7 +86,7 @@ def test_what_a_newer_attempt_writes_is_never_touched() -> None:
     newest = read_history(storage).tip
     storage.put("parts/0000000009/000000000004-000000/00000.lkc", [b"of another"])
     storage.put("parts/0000000000/000000000003-000002/00000.lkc", [b"of our next save"])
-    Retention(storage).prune(newest, Keep(last=1))
+    retention(storage).prune(newest, fetch_register(storage, newest))
     assert len(folders(storage)) == 3
 
 
@@ -85,54 +96,32 @@ def test_a_superseded_attempt_removes_nothing() -> None:
     newest = read_history(storage).tip
     manager(storage, {"n": Counter()}).restore()
     before = dict(storage.objects)
-    assert Retention(storage).prune(newest, Keep(last=1)) == 0 and storage.objects == before
+    register = fetch_register(storage, newest)
+    assert retention(storage).prune(newest, replace(register, kept=register.kept[-1:])) == 0
+    assert storage.objects == before
 
 
-def test_a_chain_that_cannot_be_read_keeps_everything_for_now() -> None:
+@pytest.mark.parametrize("damaged", ["register", "entry"])
+def test_a_register_that_cannot_be_read_keeps_everything_until_the_rule_needs_it_no_more(damaged: str) -> None:
     storage = MemoryStorage()
     run(storage, 3, keep=3)
     newest = read_history(storage).tip
-    for damaged in (b"?", None):
-        before = dict(storage.objects)
-        if damaged:
-            storage.objects[slot_path(2)] = damaged
+    keeps = retention(storage)
+    keeps._attempt.parent = newest.slot
+    storage.objects[newest.save.register_path if damaged == "register" else slot_path(newest.slot)] = b"?"
+    before, nothing = dict(storage.objects), Collected(heads=(), digests=b"")
+    for step, is_known in ((4, False), (5, True)):
+        one = KeptCheckpoint(slot=step, attempt=newest.attempt, step=step, number=step - 1)
+        register = keeps.register(one, nothing, Keep(last=2))
+        commit = replace(newest, slot=step, step=step, number=step - 1, parent=keeps._attempt.parent)
+        assert {1, 2, 3} <= set(range(*register.slots.pairs()[0])) or is_known
+        if is_known:
+            assert keeps.prune(commit, register) == 2 * 3 and not folders(storage)
         else:
-            del storage.objects[slot_path(2)]
-        kept = dict(storage.objects)
-        with pytest.raises(CheckpointDamaged, match=r"log/.* cannot be read .* everything stays until it can be read"):
-            Retention(storage).prune(newest, Keep(last=2))
-        assert storage.objects == kept
-        storage.objects = before
-
-
-def test_a_kept_checkpoint_that_cannot_be_read_keeps_everything_and_that_is_told() -> None:
-    storage = MemoryStorage()
-    run(storage, 3, keep=2)
-    path = read_history(storage).chain[1].parts[0].path
-    whole = storage.objects[path]
-    storage.objects[path] = whole[:20] + bytes([whole[20] ^ 1]) + whole[21:]
-    before = folders(storage)
-    with pytest.warns(RetentionWarning, match=rf"{path} of the checkpoint of step 2 cannot be read"):
-        run(storage, 1, keep=3)
-    assert before < folders(storage)
-    storage.objects[path] = whole
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(storage, 1, keep=2)
-    assert len(folders(storage)) == 2
-
-
-def test_what_lies_in_the_place_of_a_record_that_is_needed_keeps_everything() -> None:
-    storage = MemoryStorage()
-    run(storage, 3, keep=3, value=TENSOR)
-    one, two, newest = read_history(storage).chain
-    storage.objects[two.parts[0].path] = storage.objects[one.parts[0].path]
-    before = dict(storage.objects)
-    with pytest.raises(CheckpointDamaged, match=rf"{two.parts[0].path} of the checkpoint of step 2 .*it is another's"):
-        Retention(storage).prune(newest, Keep(last=2))
-    with pytest.raises(CheckpointDamaged, match=r"log/0*0\.lkc of the log cannot be read \(it is no commit\)"):
-        Retention(storage).prune(replace(newest, parent=0), Keep(last=2))
-    assert storage.objects == before
+            with pytest.raises(CheckpointDamaged, match=r"slots \d to 3 need is not known.* everything stays until"):
+                keeps.prune(commit, register)
+            assert storage.objects == before
+        keeps._attempt.parent = step
 
 
 def test_a_save_that_is_not_committed_removes_nothing() -> None:
@@ -197,7 +186,7 @@ def test_a_kill_while_old_data_are_removed_is_no_damage() -> None:
 
 def test_what_is_left_of_a_half_removed_checkpoint_is_still_read() -> None:
     storage = half_removed(2)
-    (part,) = (path for path in storage.objects if path.startswith("parts/") and "000000000002-" in path)
+    (part,) = (path for path in storage.objects if path.endswith("00000.lkc") and "000000000002-" in path)
     storage.objects[part] = storage.objects[part][:-1]
     report = verify(storage)
     assert [one.path for one in report.every_damage] == [part] and statuses(report)[2] == "damaged"
@@ -347,7 +336,7 @@ class Going(MemoryStorage):
 def test_what_a_run_that_goes_on_removes_meanwhile_is_not_missed() -> None:
     storage = MemoryStorage()
     run(storage, 3, keep=2, value=TENSOR)
-    (part,) = (path for path in storage.objects if path.startswith("parts/") and "000000000002-" in path)
+    (part,) = (path for path in storage.objects if path.endswith("00000.lkc") and "000000000002-" in path)
     report = verify(Going(storage.objects, part))
     assert report.every_damage == () and statuses(report) == {1: "removed", 2: "removed", 3: "removed"}
     going = Going(storage.objects, part)

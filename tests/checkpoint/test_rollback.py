@@ -315,35 +315,6 @@ def remove_last(storage: MemoryStorage, count: int = 1) -> None:
         storage.delete(f"log/{slot:010d}.lkc")
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_newest_manifest_that_is_gone_is_told_and_nothing_is_proved(tmp_path: Path, count: int) -> None:
-    script = Script(write_table(tmp_path / "lake"))
-    script.attempt(24, every=2, keep=3)
-    assert audit(script.storage).exit_status == 0
-    remove_last(script.storage, count)
-    report = audit(script.storage)
-    assert report.exit_status != 0 and any("seem to be lost" in one for one in report.every_doubt)
-    with pytest.warns(UserWarning, match=r"damage in the run: log: the data of step .* seem to be lost.*Stop the job"):
-        assert script.attempt(0) == 24 - 2 * count
-    assert verify(script.storage).leftover_step == 24
-
-
-@pytest.mark.parametrize(("keep", "count"), [(1, 1), (1, 2), (2, 2)])
-def test_an_end_of_the_log_that_is_lost_with_all_data_before_it_is_told(tmp_path: Path, keep: int, count: int) -> None:
-    """The newest checkpoint in the log has no data, but that of a newer one lies there: that is no run that is over."""
-    script = Script(write_table(tmp_path / "lake"))
-    script.attempt(24, every=2, keep=keep)
-    assert audit(script.storage).exit_status == 0
-    remove_last(script.storage, count)
-    report = audit(script.storage)
-    assert report.exit_status != 0 and any("seem to be lost" in one for one in report.every_doubt)
-    with (
-        pytest.warns(UserWarning, match="damage in the run: log"),
-        pytest.raises(CheckpointDamaged, match=r"(?s)no checkpoint .* is whole.*log: the data of step .* be lost"),
-    ):
-        script.attempt(0)
-
-
 def test_a_newest_manifest_that_is_damaged_is_not_told_as_lost() -> None:
     storage = MemoryStorage()
     job(storage, 9, keep=1)

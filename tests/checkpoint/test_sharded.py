@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 import lakeckpt.checkpoint.state.loaded as loaded_module
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.sharing import is_part_key, part_key
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.state.tensors import empty_for
 from lakeckpt.checkpoint.state.tree import flatten
-from lakeckpt.checkpoint.state.wholes import Part, Whole, is_part_key, part_key, untiled, wholes_of
+from lakeckpt.checkpoint.state.wholes import Part, Whole, untiled, wholes_of
 from lakeckpt.convert import read_state
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, UnsupportedValue
 from lakeckpt.lake.storage.local import LocalStorage

@@ -70,7 +70,7 @@ def touch(module: torch.nn.Module, row: int, value: float) -> None:
 def part_of(storage: Any) -> PartRecord:
     tip = read_history(storage).tip
     assert tip is not None
-    return PartRecord.from_bytes(storage.read(tip.parts[0].path))
+    return PartRecord.from_bytes(storage.read(tip.save.part_path(0)))
 
 
 def restored(storage: Any, rows: int = 3000) -> torch.Tensor:
@@ -339,7 +339,7 @@ def test_slabs_that_no_rank_needs_any_more_are_verified_all_the_same() -> None:
     good(run_ranks(2, body))
     tip = read_history(storage).tip
     assert tip is not None
-    others = PartRecord.from_bytes(storage.read(tip.parts[1].path))
+    others = PartRecord.from_bytes(storage.read(tip.save.part_path(1)))
     assert [slab.file for slab in others.tensors[0].slabs] == [1, 0]  # what changed lies apart
     own = Counter()
     manager(storage, {"own": own}).restore()

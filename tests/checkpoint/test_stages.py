@@ -108,7 +108,7 @@ def refused(rank: int, world_size: int, sizes: tuple[int, int], match: str, fold
 @pytest.mark.parametrize(
     ("world_size", "sizes", "match"),
     [
-        (2, (2, 1), "on the 4 ranks that saved it, the tensor .* 2 different contents, on rank 0 and on rank 2"),
+        (2, (2, 1), "on the 4 ranks that saved it, the tensor .* 2 different contents, on ranks 0-1 and on ranks 2-3"),
         (4, (4, 1), "the tensor of this rank was shared by ranks|other ranks"),
         (4, (1, 4), "the tensor of this rank was shared by ranks (0-1|2-3), and is shared by ranks 0-3"),
     ],

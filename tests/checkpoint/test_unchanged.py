@@ -13,7 +13,7 @@ from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist import persist
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.unchanged import Earlier
-from lakeckpt.errors import DamageWarning, RetentionWarning, SaveFailed
+from lakeckpt.errors import DamageWarning, SaveFailed
 from tests.checkpoint.rig import Counter, EventWaiter, MemoryStorage, good, manager, record_of, run_ranks
 from tests.faults.faulty_storage import Fault, FaultyStorage
 
@@ -87,7 +87,7 @@ def test_every_kept_checkpoint_is_whole_whatever_it_refers_to(keep: int) -> None
         assert statuses[-keep:] == ["intact"] * keep and set(statuses[:-keep]) <= {"removed"}
     for _ in range(keep - 1):  # each of them alone: the newer ones are damaged
         newest = read_history(storage).tip
-        storage.delete(newest.parts[0].path)
+        storage.delete(newest.save.part_path(0))
         with pytest.warns(DamageWarning):
             assert restored(storage)["live"][0] == newest.step - 1
         break
@@ -105,16 +105,6 @@ def test_damage_in_a_file_that_is_referred_to_is_damage_of_all_that_need_it() ->
         data[-5] ^= 1
         storage.objects[old] = bytes(end)
         assert verify(storage).exit_status == 1
-
-
-def test_a_record_that_cannot_be_read_keeps_all_files_for_now() -> None:
-    storage = MemoryStorage()
-    run(storage, 4, keep=3)
-    before = files(storage)
-    storage.objects[read_history(storage).chain[-2].parts[0].path] = b"?"
-    with pytest.warns(RetentionWarning, match="cannot be read"):
-        run(storage, 1, keep=3)
-    assert before.keys() <= files(storage).keys()
 
 
 def test_after_a_failed_save_nothing_refers_to_what_was_never_committed() -> None:

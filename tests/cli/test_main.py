@@ -17,7 +17,7 @@ from lakeckpt.errors import CheckpointNotFound
 from tests.checkpoint.scripts import Script
 from tests.patience import PATIENCE_S
 
-COMMANDS = ("plan", "inspect", "verify", "explain", "report", "doctor", "audit")
+COMMANDS = ("plan", "inspect", "verify", "explain", "doctor", "audit")
 
 
 def arguments(command: str, lake: Path) -> list[str]:
@@ -99,7 +99,7 @@ def test_every_command_prints_plain_text_without_rich(lake: Path, good_run: Scri
         assert status == 0 and json.loads(out), command
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "explain", "report", "audit"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "explain", "audit"])
 def test_an_error_is_one_message_and_exit_status_2(
     command: str, tmp_path: Path, show: Callable[..., tuple[int, str]], ask: Callable[..., tuple[int, Any]]
 ) -> None:

@@ -183,7 +183,7 @@ def test_parts_that_do_not_join_are_refused_by_name() -> None:
     for other, named in [
         (replace(part_of(whole, 1), step=3), "step: 0 and 3"),
         (
-            replace(part_of(whole, 1), identity=replace(whole.identity, maker=Maker(name="other"))),
+            replace(part_of(whole, 1), orders=(replace(whole.identity, maker=Maker(name="other")),)),
             "maker: .*cut.* and .*other",
         ),
         (part_of(begin(41, lanes=4, batch_size=2, world_size=4), 1), "rows: 40 and 41"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.core.consumption import consumed, consumption
+from lakeckpt.core.identity import Mixing
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixing import fractions
 from lakeckpt.core.streams.mixture import (
     MixedPlan,
-    MixedState,
-    Mixing,
     advanced,
     joined,
     replanned,
@@ -26,6 +26,7 @@ from lakeckpt.core.streams.mixture import (
     stretches,
 )
 from lakeckpt.errors import StateError
+from lakeckpt.wire.envelope import dumps, loads
 from tests.core.states import identity_of
 
 Rows = Counter[tuple[int, int, int]]
@@ -36,17 +37,27 @@ def weights_of(*weights: float) -> tuple[int, ...]:
     return tuple(fractions({str(number): weight for number, weight in enumerate(weights)}).values())
 
 
+def seen(state: State) -> list[State]:
+    """The state as each source sees it."""
+    return [state.of(number) for number in range(len(state.orders))]
+
+
+def weights_in(state: State) -> tuple[int, ...]:
+    assert state.segment.weights is not None
+    return state.segment.weights
+
+
 def mixing_of(weights: tuple[int, ...], **given: Any) -> Mixing:
     names = tuple(f"s{number}" for number in range(len(weights)))
     return Mixing(**{"names": names, "weights": weights, "seed": 5, "whole": False, "exhausted": "next_epoch", **given})
 
 
-def begin(rows: list[int], mixing: Mixing, *, lanes: int = 1, batch_size: int = 4, world_size: int = 1) -> MixedState:
+def begin(rows: list[int], mixing: Mixing, *, lanes: int = 1, batch_size: int = 4, world_size: int = 1) -> State:
     identities = tuple(identity_of(one, endless=True) for one in rows)
     return started(mixing, identities, {"num_lanes": lanes, "batch_size": batch_size, "world_size": world_size})
 
 
-def run(state: MixedState, steps: int) -> tuple[MixedState, Rows]:
+def run(state: State, steps: int) -> tuple[State, Rows]:
     """Take ``steps`` steps (fewer where the mixture ends); return the state after them, and what all ranks got."""
     found: Rows = Counter()
     upto, reached = state.step + steps, state
@@ -66,10 +77,10 @@ def run(state: MixedState, steps: int) -> tuple[MixedState, Rows]:
     return reached, found
 
 
-def check(state: MixedState, found: Rows) -> None:
+def check(state: State, found: Rows) -> None:
     """What was delivered is what the sources' states say, once each."""
     assert set(found.values()) <= {1}
-    for number, one in enumerate(state.sources):
+    for number, one in enumerate(seen(state)):
         pieces = [(epoch, pair) for epoch, part in consumed(one).items() for pair in part.pairs()]
         known = {(epoch, place) for epoch, pair in pieces for place in range(*pair)}
         assert known == {(epoch, place) for source, epoch, place in found if source == number}
@@ -99,15 +110,13 @@ def test_every_row_of_every_source_counts_once(
         topology = {"num_lanes": lanes * world_size, "batch_size": batch_size, "world_size": world_size}
         before = state = replanned(state, topology)
         state, taken = run(state, steps)
-        for number, (earlier, later) in enumerate(zip(before.sources, state.sources, strict=True)):
+        for number, (earlier, later) in enumerate(zip(seen(before), seen(state), strict=True)):
             counted = {(number, epoch): part.size for epoch, part in consumption(earlier, later).items()}
             assert counted == Counter((source, epoch) for source, epoch, _ in taken if source == number)
         found += taken
         if leg < len(changes):
             state = reweighed(state, weights_of(*changes[leg]))
-        plain = json.loads(json.dumps(state.to_plain()))
-        again = tuple(State.from_plain(plain["sources"][name]) for name in mixing.names)
-        assert again == state.sources
+        assert State.from_plain(json.loads(json.dumps(state.to_plain()))) == state
     check(state, found)
 
 
@@ -121,15 +130,16 @@ def test_shares_stay_right_over_changes_of_lanes_and_weights(
     wanted, counts, most = [0] * len(weights), [0] * len(weights), lanes
     for world_size, each, batch_size, steps in legs:
         state = replanned(state, {"num_lanes": each * world_size, "batch_size": batch_size, "world_size": world_size})
-        state = reweighed(state, state.weights[1:] + state.weights[:1])
+        before = weights_in(state)
+        state = reweighed(state, before[1:] + before[:1])
         state, taken = run(state, steps)
         most = max(most, each * world_size)
-        for source, weight in enumerate(state.weights):
+        for source, weight in enumerate(weights_in(state)):
             wanted[source] += weight * batch_size * world_size * steps
         for source, _, _ in taken.elements():
             counts[source] += 1
     # A lane is within two rows of its share, and the rows that lanes had too many are carried over.
-    scale = sum(state.weights)
+    scale = sum(weights_in(state))
     assert all(abs(count * scale - want) <= 2 * (most + 1) * scale for count, want in zip(counts, wanted, strict=True))
 
 
@@ -154,7 +164,7 @@ def test_a_schedule_changes_weights_at_its_step_on_every_topology() -> None:
     assert Counter(source for source, _, _ in third) == {1: 4}
     single, every = run(begin([100, 100], mixing, lanes=2, batch_size=2, world_size=2), 8)
     assert single.step == 8 and Counter(source for source, _, _ in every) == {0: 18, 1: 14}
-    assert [one.step for one in single.sources[0].segments] == [0, 3, 6]
+    assert [one.step for one in single.segments] == [0, 3, 6]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -175,23 +185,35 @@ def test_the_others_go_on_with_the_share_of_a_source_that_is_used_up() -> None:
     assert {epoch for _, epoch, _ in found} == {0}
     rows = Counter(source for source, _, _ in found)
     assert rows[0] > 290 and rows[1] > 32 and rows[2] > 72
-    assert [bool(one) for one in state.weights].count(True) == 1
+    assert [bool(one) for one in weights_in(state)].count(True) == 1
 
 
 def test_a_new_source_joins_a_mixture_that_goes_on() -> None:
     before, _ = run(begin([50, 50], mixing_of(weights_of(1, 1)), lanes=2), 7)
     mixing = mixing_of(weights_of(1, 1, 2))
-    identities = (*(one.identity for one in before.sources), identity_of(30, endless=True))
-    after = joined(mixing, dict(enumerate(before.sources)), identities)
+    after = joined(before, mixing, (*before.orders, identity_of(30, endless=True)))
     state, found = run(after, 6)
     assert Counter(source for source, _, _ in found) == {0: 6, 1: 6, 2: 12}
-    assert consumed(state.sources[2])[0].size == 12
+    assert consumed(state.of(2))[0].size == 12
 
 
-def test_states_that_are_not_of_one_place_are_refused() -> None:
-    state = begin([50, 50], mixing_of(weights_of(1, 1)))
-    with pytest.raises(StateError, match=r"at the steps \[3, 0\]"):
-        replace(state, sources=(state.sources[0].moved(step=3), state.sources[1]))
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"orders": []}, "2 sources, 0 orders"),
+        ({"mixing": [["a"], 5, False]}, "1 sources, 2 orders"),
+        ({"mixing": [["a", "a"], 5, False]}, r"a mixture is \[names, seed, whole\]"),
+        ({"segments": [[0, 0, 1, 4, 1]]}, "the segments of 2 sources have weights for each"),
+        ({"segments": [[0, 0, 1, 4, 1, [65536]]]}, "the segments of 2 sources have weights for each"),
+        ({"bases": [{"begun": [], "next_epoch": 0}]}, "what was left of 1"),
+        ({"identity": {}}, "knows no such field"),
+        ({"source": 0}, "this is of one source of a mixture"),
+    ],
+)
+def test_malformed_states_of_mixtures_are_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    plain = begin([50, 50], mixing_of(weights_of(1, 1))).to_plain()
+    with pytest.raises(StateError, match=named):
+        State.from_plain({**plain, **changes})
 
 
 def test_micro_batches_are_the_same_for_all_ranks_that_divide_the_lanes() -> None:
@@ -211,6 +233,17 @@ def test_other_ranks_that_divide_the_lanes_go_on_with_the_deal() -> None:
     assert alone.step == 14
 
 
-def test_a_state_is_small() -> None:
-    state = begin([10**9] * 64, mixing_of(weights_of(*[1] * 64)), lanes=128, world_size=8)
-    assert len(json.dumps(state.moved(step=10**6).to_plain())) < 64 * 1024
+def test_the_state_of_200_sources_after_eleven_changes_of_weights_takes_at_most_24_kilobytes() -> None:
+    choose = random.Random(3)
+    state = begin([10**9] * 200, mixing_of(weights_of(*[1] * 200)), lanes=128, world_size=8)
+    orders = []
+    for order in state.orders:
+        table, selection = (f"{choose.getrandbits(128):032x}" for _ in range(2))
+        orders.append(replace(order, table=table, selection=selection, rows=choose.randrange(10**9, 10**10)))
+    state = replace(state, orders=tuple(orders))
+    for _ in range(11):
+        state = state.moved(step=state.step + 1000)
+        state = reweighed(state, weights_of(*(choose.choice([1, 2, 3, 5]) for _ in range(200))))
+    data = dumps(state.moved(step=10**6).to_plain(), kind="state", version=(1, 0), compress=True)
+    assert len(data) <= 24 * 1024, len(data)
+    assert State.from_plain(loads(data, kind="state", supported=(1, 0))) == state.moved(step=10**6)

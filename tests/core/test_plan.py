@@ -42,7 +42,7 @@ def deal_out(state: State, steps: int | None = None) -> tuple[list[list[Receipt]
     world = range(state.segment.world_size)
     taken = [[plan.assignment(step, rank).receipt for rank in world] for step in range(state.step, stop)]
     after = State(
-        identity=state.identity, epoch=state.epoch, segments=state.segments, step=max(stop, state.step), base=state.base
+        orders=state.orders, epoch=state.epoch, segments=state.segments, step=max(stop, state.step), bases=state.bases
     )
     return taken, after
 

@@ -33,7 +33,7 @@ def test_thirty_two_segments_of_a_job_of_16384_ranks_take_at_most_a_kibibyte() -
         lanes = choose.randrange(2**8, ranks)
         segments.append(Segment(micro_batch=micro_batch, step=step, num_lanes=lanes, batch_size=4096, world_size=lanes))
     identity = replace(identity_of(40 * TERA, seed=2**64 - 1), selection="9" * 64, version="v" * 20)
-    state = State(identity=identity, epoch=10**6, segments=tuple(segments), step=segments[-1].step + 2**10)
+    state = State(orders=(identity,), epoch=10**6, segments=tuple(segments), step=segments[-1].step + 2**10)
     assert len(segments) == 32 and len(written(state)) <= 1024, len(written(state))
 
 
@@ -59,5 +59,5 @@ def test_ten_thousand_scattered_intervals_take_at_most_sixteen_bytes_each() -> N
     left = Left(epoch=3, positions=positions, num_lanes=12, rotation=5)
     segment = Segment(micro_batch=2**40, step=2**38, num_lanes=12, batch_size=4, world_size=4)
     rest = Rest(begun=(left,), next_epoch=4)
-    state = State(identity=identity_of(10 * TERA), epoch=3, segments=(segment,), step=2**38 + 7, base=rest)
+    state = State(orders=(identity_of(10 * TERA),), epoch=3, segments=(segment,), step=2**38 + 7, bases=(rest,))
     assert len(written(state)) <= 1024 + 16 * 10**4

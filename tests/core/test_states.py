@@ -114,7 +114,7 @@ LEFT = Left(epoch=2, positions=Intervals.of([(0, 9)]), num_lanes=4, rotation=0)
 
 
 def state_of(**changes: Any) -> State:
-    made = {"identity": identity_of(100), "epoch": 2, "segments": (FIRST, LATER), "step": 3, **changes}
+    made = {"orders": (identity_of(100),), "epoch": 2, "segments": (FIRST, LATER), "step": 3, **changes}
     return State(**made)
 
 
@@ -122,26 +122,26 @@ def state_of(**changes: Any) -> State:
     ("changes", "match"),
     [
         ({"segments": ()}, "at least one segment"),
-        ({"step": 2}, "step 2 is at hand"),
+        ({"step": 2}, "the state is at step 2"),
         ({"segments": (LATER, FIRST)}, "segments begin at"),
         ({"segments": (FIRST, replace(LATER, micro_batch=2), replace(LATER, micro_batch=1))}, "segments begin at"),
         ({"segments": (FIRST, LATER, replace(LATER, step=4, micro_batch=5)), "step": 4}, "segments begin at"),
         ({"segments": (LATER,)}, "begins at step 0"),
         ({"epoch": -1}, "counted from 0, got -1"),
         ({"step": 2**60}, "more than"),
-        ({"identity": identity_of(100, endless=True)}, "counts its epochs itself"),
-        ({"base": Rest(begun=(), next_epoch=3)}, "cannot be the rest of epoch 2"),
-        ({"base": Rest(begun=(LEFT,), next_epoch=4)}, "cannot be the rest of epoch 2"),
-        ({"base": Rest(begun=(replace(LEFT, epoch=1),), next_epoch=3)}, "cannot be the rest of epoch 2"),
+        ({"orders": (identity_of(100, endless=True),)}, "counts its epochs itself"),
+        ({"bases": (Rest(begun=(), next_epoch=3),)}, "cannot be the rest of epoch 2"),
+        ({"bases": (Rest(begun=(LEFT,), next_epoch=4),)}, "cannot be the rest of epoch 2"),
+        ({"bases": (Rest(begun=(replace(LEFT, epoch=1),), next_epoch=3),)}, "cannot be the rest of epoch 2"),
         (
-            {"base": Rest(begun=(replace(LEFT, positions=Intervals.of([(99, 101)])),), next_epoch=3)},
-            "outside of an epoch",
+            {"bases": (Rest(begun=(replace(LEFT, positions=Intervals.of([(99, 101)])),), next_epoch=3),)},
+            "outside of epoch",
         ),
     ],
 )
 def test_states_that_no_job_reaches_are_refused(changes: dict[str, Any], match: str) -> None:
     state_of()
-    state_of(base=Rest(begun=(LEFT,), next_epoch=3))
+    state_of(bases=(Rest(begun=(LEFT,), next_epoch=3),))
     with pytest.raises(ValueError, match=match):
         state_of(**changes)
 
@@ -346,4 +346,4 @@ def test_a_rebased_state_has_consumed_the_same_and_deals_the_rest_by_its_own_end
         batch_size=state.segment.batch_size,
         world_size=state.segment.world_size,
     ):
-        assert found == replace(state, identity=identity)
+        assert found == replace(state, orders=(identity,))

@@ -53,7 +53,7 @@ def loader_of(lake: Path, *, num_workers: int = 0, loader: dict[str, Any] | None
 def job_store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     """A store of a job whose ranks are threads."""
     store = dist.HashStore()
-    monkeypatch.setattr("lakeckpt.data.flows.ends._store", lambda world_size: store)
+    monkeypatch.setattr("lakeckpt.data.flows.ends.job_store", lambda world_size: store)
     return store
 
 

@@ -68,11 +68,18 @@ def ids_of(batches: list[Any]) -> list[int]:
     return [one for batch in batches for one in batch["id"].tolist()]
 
 
+def source_of(state: dict[str, Any], name: str) -> State:
+    """The state as a source of the mixture sees it."""
+    found = State.from_plain(state)
+    assert found.mixing is not None
+    return found.of(found.mixing.names.index(name))
+
+
 def check_consumed(state: dict[str, Any], ids: list[int]) -> None:
     """Every row of every source was delivered as often as its state says."""
     counts = Counter(ids)
     for name, rows in ROWS.items():
-        epochs = consumed(State.from_plain(state["sources"][name]))
+        epochs = consumed(source_of(state, name))
         mine = [counts[one] for one in range(FIRST[name], FIRST[name] + rows)]
         whole = sum(part.size == rows for part in epochs.values())
         assert sum(part.size for part in epochs.values()) == sum(mine)
@@ -239,8 +246,8 @@ def test_packed_sources_deliver_every_token_once(lake: Path) -> None:
     for name, rows in ROWS.items():
         tokens = sum((FIRST[name] + one) * 7 % 9 for one in range(rows))
         counts = [found[10 * FIRST[name] + one] for one in range(tokens)]
-        identity = State.from_plain(state["sources"][name]).identity
-        epochs = consumed(State.from_plain(state["sources"][name]))
+        identity = source_of(state, name).identity
+        epochs = consumed(source_of(state, name))
         whole = sum(part.size == identity.rows_of(epoch) for epoch, part in epochs.items())
         assert sum(counts) == 16 * sum(part.size for part in epochs.values())
         assert whole - 1 <= min(counts) <= max(counts) <= len(epochs) + 1  # a sequence may reach into the next epoch
@@ -277,11 +284,11 @@ def test_a_run_is_saved_restored_and_proved_source_by_source(lake: Path, tmp_pat
 
 
 def test_a_source_is_added_to_a_run(lake: Path, tmp_path: Path) -> None:
-    def attempt(names: list[str], steps: int, **given: Any) -> list[int]:
+    def attempt(names: list[str], steps: int) -> list[int]:
         sources = {name: one for name, one in sources_of(lake).items() if name in names}
         loader = LakeLoader(mixed(sources, num_lanes=4))
         with CheckpointManager(tmp_path / "run", {"reader": loader}) as manager:
-            manager.restore(**given)
+            manager.restore()
             found = []
             for batch in itertools.islice(iter(loader), steps):
                 manager.step(batch)
@@ -289,7 +296,7 @@ def test_a_source_is_added_to_a_run(lake: Path, tmp_path: Path) -> None:
         return found
 
     first = attempt(["web", "code"], 6)
-    second = attempt(["web", "code", "rare"], 8, allow_missing=["reader.rare"])
+    second = attempt(["web", "code", "rare"], 8)
     assert any(one >= 2000 for one in second) and max(Counter(first + second).values()) == 1
     assert audit(LocalStorage(tmp_path / "run")).verdict == "proved"
 
@@ -349,15 +356,18 @@ def test_columns_that_differ_are_refused_by_name(lake: Path) -> None:
 def test_states_of_others_are_refused(lake: Path) -> None:
     loader = loader_of(lake)
     state = loader.state_dict()
-    with pytest.raises(errors.StateError, match="the state of a mixture has the 'format'"):
-        loader.load_state_dict(state["sources"]["web"])
-    fewer = {name: one for name, one in state["sources"].items() if name != "rare"}
-    with pytest.raises(errors.StateError, match=r"a mixture of \['code', 'web'\]"):
-        loader.load_state_dict({**state, "sources": fewer})
+    single = LakeLoader(sources_of(lake)["web"])
+    with pytest.raises(errors.StateError, match="the state of one dataset, and this loader reads a mixture"):
+        loader.load_state_dict(single.state_dict())
+    with pytest.raises(errors.StateError, match="the state of a mixture, and this loader reads one dataset"):
+        single.load_state_dict(state)
+    fewer = LakeLoader(mixed({name: one for name, one in sources_of(lake).items() if name != "rare"}, num_lanes=12))
+    with pytest.raises(errors.StateMismatch, match=r"a mixture of \['web', 'code', 'rare'\].* no source 'rare'"):
+        fewer.load_state_dict(state)
     other = LakeLoader(mixed(sources_of(lake, seed=4), num_lanes=12))
     with pytest.raises(errors.StateMismatch, match=r"source 'web' of the mixture: .*seed"):
         other.load_state_dict(state)
-    assert other.state_dict()["sources"]["web"]["step"] == 0
+    assert other.state_dict()["step"] == 0
     with pytest.raises(errors.ConfigError, match="this loader reads one dataset"):
         LakeLoader(sources_of(lake)["web"]).set_weights({"web": 1})
 
@@ -461,7 +471,7 @@ def test_packed_sources_of_other_types_of_tokens_are_refused_when_they_are_mixed
         (tmp_path / name).mkdir()
         pq.write_table(pa.table({"tokens": pa.array([[1, 2, 3]] * 9, pa.list_(kind))}), tmp_path / name / "0.parquet")
         sources[name] = (pack(LakeDataset(tmp_path / name, batch_size=2), length=4), 1.0)
-    with pytest.raises(errors.SchemaError, match="sources 'a' and 'b' is int32 without labels and int64"):
+    with pytest.raises(errors.SchemaError, match=r"sources 'a' and 'b' is int32 as tokens, .* and int64 as tokens"):
         mix(sources, granularity=granularity)
 
 

@@ -146,7 +146,7 @@ def test_each_token_counts_once_on_any_chain_of_ranks(
 ) -> None:
     with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patched:
         folder, state, found = write(Path(place), lengths), None, []
-        patched.setattr("lakeckpt.data.flows.ends._store", store_of(torch.distributed.HashStore()))
+        patched.setattr("lakeckpt.data.flows.ends.job_store", store_of(torch.distributed.HashStore()))
         for world_size, lanes, batch_size, steps, is_killed in [*chain, (last, 1, 2, 10_000, False)]:
             options = {"num_lanes": world_size * lanes, "batch_size": batch_size, "world_size": world_size}
             options |= {"shuffle": shuffle, "shuffle_window": 2 if shuffle else 1}

@@ -19,6 +19,7 @@ import torch
 
 import lakeckpt
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, open_table
+from lakeckpt.bubbles import Bubbles
 from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.state import State
@@ -155,9 +156,9 @@ def test_epochs_of_each_source_of_a_mixture_are_those_of_its_state(lake: Path, t
     mixture = lakeckpt.mix({name: (one, 1.0) for name, one in sources.items()}, seed=3)
     loader = LakeLoader(mixture)
     for _ in itertools.islice(loader, 11):
-        plain = loader.state_dict()["sources"]
-        for name, rows in (("large", LAKE.rows), ("small", 10)):
-            exact = sum(one.size for one in consumed(State.from_plain(plain[name])).values()) / rows
+        state = State.from_plain(loader.state_dict())
+        for number, (name, rows) in enumerate((("large", LAKE.rows), ("small", 10))):
+            exact = sum(one.size for one in consumed(state.of(number)).values()) / rows
             assert of("epochs")[f"loader.{name}",] == pytest.approx(exact)
     assert of("epochs")["loader.small",] > 3
     assert of("rows_total") == {("loader",): 66}
@@ -406,10 +407,10 @@ def test_saves_beside_training_are_counted_with_the_time_that_the_agent_took(tmp
 
 
 def test_every_metric_is_read_of_a_job_that_does_everything(lake: Path, tmp_path: Path) -> None:
-    loader = loader_of(lake, drop_last=True)
-    with CheckpointManager(tmp_path / "run", {"train": loader}, persist_every=10**9) as one:
+    loader, bubbles = loader_of(lake, drop_last=True), Bubbles()
+    with CheckpointManager(tmp_path / "run", {"train": loader}, persist_every=10**9, bubbles=bubbles) as one:
         one.restore()
-        iterator = iter(loader)
+        iterator = iter(bubbles.watch(loader))
         for batch in itertools.islice(iterator, 3):
             one.step(batch)
         assert {one.metric.name for one in readings()} == {one.name for one in METRICS}

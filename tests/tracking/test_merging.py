@@ -79,7 +79,7 @@ def test_a_part_that_is_missing_or_comes_twice_or_is_of_another_cut_is_refused_b
             [
                 {"step": 8},
                 {"epoch": 2},
-                {"identity": replace(state.identity, maker=Maker(name="n"))},
+                {"orders": (replace(state.identity, maker=Maker(name="n")),)},
                 {"segments": (replace(state.segment, batch_size=3),)},
             ]
         )

@@ -10,9 +10,9 @@ from typing import Any
 
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING
 from lakeckpt.errors import ConfigError
-from lakeckpt.tracking.readers import readers_of
+from lakeckpt.tracking.readers import reader_of
 
-__all__ = ["check_capturing", "check_settings", "checked_names", "checked_state"]
+__all__ = ["check_capturing", "check_settings", "checked_names", "checked_state", "shared_settings"]
 
 
 def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,28 +39,22 @@ def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
                 "after a collective of its own. Shard the model with FSDP2 (fully_shard), whose optimizers are torch's "
                 "plain ones, or give the optimizer itself, undivided"
             )
-    found: dict[str, Any] = {}
-    for name, one in state.items():
-        for suffix, reader in readers_of(one).items():
-            if name + suffix in found or (suffix and name + suffix in state):
-                raise ConfigError(f"state has two objects of the name {name + suffix!r}: give one another name")
-            found[name + suffix] = reader
-    return found
+    return {name: reader_of(one) for name, one in state.items()}
 
 
-def checked_names(allow_missing: Collection[str], objects: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names in ``allow_missing``; the name of a mixture stands for its sources. `ConfigError` if one of them
-    names no object."""
+def checked_names(allow_missing: Collection[str], objects: Mapping[str, Any], step: object = None) -> frozenset[str]:
+    """Return the names in ``allow_missing``. `ConfigError` if one of them names no object, or if ``step``, to which a
+    restore goes back, is no optimizer step."""
+    if step is not None and (type(step) is not int or step < 0):
+        raise ConfigError(f"step is the optimizer step of a checkpoint to go back to, or None, got {step!r}")
     names = (allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing)
-    found = {name: [one for one in objects if one == name or one.startswith(f"{name}.")] for name in names}
-    found = {name: [name] if name in several else several for name, several in found.items()}
-    unknown = [name for name, several in found.items() if not several]
+    unknown = [name for name in names if name not in objects]
     if unknown:
         raise ConfigError(
             f"allow_missing names {', '.join(map(repr, unknown))}, and the manager's objects are {sorted(objects)}: "
             "name some of these"
         )
-    return frozenset(one for several in found.values() for one in several)
+    return frozenset(names)
 
 
 def _is_divided(one: object) -> bool:
@@ -80,11 +74,16 @@ def check_settings(fail_after: object, timeout_s: object) -> float:
     return float(seconds)
 
 
+def shared_settings(**settings: object) -> dict[str, str]:
+    """Return the ``settings`` that must be equal on all ranks, as texts that ranks can compare."""
+    return {name: one if isinstance(one, str) else repr(one) for name, one in settings.items()}
+
+
 def check_capturing(capture_every: object, arenas: object, bubbles: object) -> None:
     """Raise `ConfigError` for the first argument that is not valid."""
     if capture_every is not None and (type(capture_every) is not int or capture_every < 1):
         raise ConfigError(f"capture_every is a positive number of optimizer steps, or None, got {capture_every!r}")
     if not isinstance(arenas, (str, PathLike, type(None))):
         raise ConfigError(f"arenas is the path of a folder, or None for one in memory, got {arenas!r}")
-    if bubbles is not None and not (hasattr(bubbles, "gate") and callable(getattr(bubbles, "kept", None))):
+    if bubbles is not None and not hasattr(bubbles, "gate"):
         raise ConfigError(f"bubbles is a lakeckpt.bubbles.Bubbles, or None, got {bubbles!r}")

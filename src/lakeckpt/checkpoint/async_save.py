@@ -161,6 +161,7 @@ class Background:
             step=step,
             number=self.attempt.saves,
             metric=good,
+            waits=self._engine.waits(),
             failure="" if failure is None else error_to_text(failure),
         )
         self.attempt.saves += 1
@@ -332,6 +333,7 @@ class Background:
             world_size=self._exchange.world_size,
             created_s=outcome.created_s,
             metric=metric,
+            waits=outcome.waits,
         )
         remarks = Remarks(lost=outcome.lost, unpruned=outcome.text)
         return Saved(step=outcome.step, info=info, error=None, remarks=remarks, took_s=outcome.took_s)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from lakeckpt.checkpoint.arguments import checked_state
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo, Manifest
 from lakeckpt.checkpoint.ranks import check_topology, exchange_of
-from lakeckpt.checkpoint.restore.choosing import MOST_TRIES, Choice, Step, too_often_removed
+from lakeckpt.checkpoint.restore.candidates import BesideRun, Step
 from lakeckpt.checkpoint.restore.table_versions import records_at
 from lakeckpt.checkpoint.restore.trial import Candidate, Trial
 from lakeckpt.errors import CheckpointMismatch, ConfigError
@@ -93,18 +93,17 @@ class _Loading:
     def __init__(self, storage: Storage, exchange: Exchange, objects: Mapping[str, Any], step: Step) -> None:
         self._storage = storage
         self._objects = objects
-        self._choice = Choice(storage, step)
+        self._log = BesideRun(storage, step)
         self._trial = Trial(storage, exchange, objects, all_items=False, advice=_ADVICE, mixed=_MIXED)
 
     def run(self) -> CheckpointInfo:
         with self._trial.undone_if_it_fails():
-            for _ in range(MOST_TRIES):
-                slot = int(self._trial.together.ask_rank_0(self._choice.choose)["slot"])
+            while True:
+                slot = int(self._trial.together.ask_rank_0(self._log.choose)["slot"])
                 found = self._load(slot)
                 if found is not None:
                     return CheckpointInfo.of(found)
                 self._trial.go_back()
-            raise too_often_removed(self._storage)
 
     def _load(self, slot: int) -> Manifest | None:
         """Load what ``slot`` committed, on all ranks; None if a rank found that it is not whole (any more)."""
@@ -134,5 +133,5 @@ class _Loading:
         tally = self._trial.vote(work, f"other ranks could not load slot {slot}: ")
         reasons = texts(tally, "damaged")
         if reasons:
-            self._choice.failed = slot, reasons
+            self._log.failed = slot, reasons[0]
         return not reasons

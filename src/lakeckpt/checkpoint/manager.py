@@ -15,37 +15,35 @@ from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state
+from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state, shared_settings
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
 from lakeckpt.checkpoint.format.keep import Keep, held_metric
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
-from lakeckpt.checkpoint.opening import checked_place, open_saves, place_of
+from lakeckpt.checkpoint.opening import open_saves, opened, place_of
 from lakeckpt.checkpoint.outage import Outage
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.failures import note_left, note_stop
-from lakeckpt.checkpoint.persist.history import not_rolled_back
-from lakeckpt.checkpoint.persist.log import read_log
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.checkpoint.preemption.preemption import Preempted, Preemption
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of
 from lakeckpt.checkpoint.report import Reporter, SaveHandle
+from lakeckpt.checkpoint.restore.candidates import newest_checkpoint
 from lakeckpt.checkpoint.restore.presence import Presence
-from lakeckpt.checkpoint.restore.restorer import Restorer, RestoreReport
+from lakeckpt.checkpoint.restore.restorer import Restorer
+from lakeckpt.checkpoint.restore.trial import RestoreReport
 from lakeckpt.checkpoint.schedule import Schedule, interval_of
 from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.counters import RUNS, RunCounters
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.base import Storage, describe
-from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.votes import Together
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 
 if TYPE_CHECKING:
-    from lakeckpt.checkpoint.bubbles.profile import ProfileKeeper
     from lakeckpt.checkpoint.bubbles.watch import Bubbles
 
 __all__ = ["CheckpointManager"]
@@ -65,8 +63,8 @@ class CheckpointManager:
             then a path or URL, not a `Storage`, and ``storage_options`` are plain values: the process opens both again.
             None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
-        bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. A profile of
-            the last iterations is written beside the checkpoints once a minute, for ``lakeckpt report``.
+        bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. Each
+            checkpoint records how long ranks waited, and which share of the bytes moved meanwhile.
         keep: which checkpoints keep their data: so many of the newest (int), or a `lakeckpt.Keep` rule. The record of
             all checkpoints stays.
         group: the torch process group (or one-dimensional DeviceMesh) whose ranks hold replicas; default: all ranks.
@@ -117,15 +115,13 @@ class CheckpointManager:
         check_capturing(capture_every, arenas, bubbles)
         every = interval_of(persist_every)
         rule = keep if isinstance(keep, Keep) else Keep(last=keep)
-        place = checked_place(uri)
-        self._storage = place if isinstance(place, Storage) else open_storage(place, storage_options=storage_options)
+        self._storage = opened(uri, storage_options)
         self._exchange, self._waiter = self._talk(group, timeout_s, alone=world_size == 1)
         check_topology(self._exchange, rank, world_size)
         self._capture_every = capture_every
         self._place = None if capture_every is None else place_of(self._storage, uri, storage_options or {}, arenas)
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
         self._bubbles = bubbles
-        self._keeper: ProfileKeeper | None = None
         self._saves: Saver | Background | None = None
         self._settings = Settings(keep=rule, timeout_s=timeout_s)
         self._counters = RunCounters(describe(self._storage), self._exchange.rank)
@@ -135,9 +131,8 @@ class CheckpointManager:
         self._preemption = Preemption(
             save_on, self._exchange, lambda: reporter.saved_step, grace_s=grace_s, requeue=requeue
         )
-        self._shared = {"persist_every": str(every), "capture_every": repr(capture_every), "keep": repr(rule)}
-        self._shared |= {"fail_after": str(fail_after_s), "exclusive": str(exclusive)}
-        self._shared |= {"save_on": self._preemption.names}
+        given = {"persist_every": str(every), "capture_every": capture_every, "keep": rule, "fail_after": fail_after_s}
+        self._shared = shared_settings(**given, exclusive=exclusive, save_on=self._preemption.names)
         self._schedule = Schedule(every, self._exchange, self._waiter, outage)
         self._tracks: dict[str, ReaderTrack] = {}
         self._step = 0
@@ -164,8 +159,8 @@ class CheckpointManager:
     def latest(self) -> CheckpointInfo | None:
         """The newest commit of the history that can be read, or None. It does not verify the data. Raises `NewerFormat`
         where a newer lakeckpt wrote into the log."""
-        commits = not_rolled_back(read_log(self._storage))
-        return CheckpointInfo.of(commits[0]) if commits else None
+        newest = newest_checkpoint(self._storage)
+        return None if newest is None else CheckpointInfo.of(newest)
 
     # --- what a training loop calls
 
@@ -194,9 +189,7 @@ class CheckpointManager:
         self._refuse_closed()
         if self._saves is not None:
             raise ConfigError("this manager has restored already: make another one to restore again")
-        if step is not None and (type(step) is not int or step < 0):
-            raise ConfigError(f"step is the optimizer step of a checkpoint to go back to, or None, got {step!r}")
-        missing = checked_names(allow_missing, self._objects)
+        missing = checked_names(allow_missing, self._objects, step)
         check_shared(self._exchange, self._shared)
         arenas = None if self._place is None else self._place.arenas
         restorer = Restorer(
@@ -227,10 +220,10 @@ class CheckpointManager:
             gate=None if self._bubbles is None else self._bubbles.gate,
             counters=self._counters,
         )
-        if self._bubbles is not None:
-            self._keeper = self._bubbles.kept(self._storage, attempt=attempt.number, exchange=self._exchange)
         self._schedule.start(done)
         self._counters.begin(done, attempt.recorded, self._report.restored if self._report else None)
+        if self._bubbles is not None:
+            self._counters.waits = self._bubbles.gate.waits
         self._uncount = RUNS.follow(self, self._counters)
         return sharing_facts(objects, self._tracks, self._exchange.world_size)
 
@@ -343,8 +336,6 @@ class CheckpointManager:
                     self._watch.check_stepped()
                 if self._saves is not None:
                     self._saves.close(well=well)
-                if self._keeper is not None:
-                    self._keeper.end()
                 if well:  # no rank that is behind waits for this one
                     note_left(self._exchange, self._step, first=self._saves.attempt.saves if self._saves else 0)
             finally:

@@ -26,11 +26,12 @@ from lakeckpt.counters import RunCounters
 from lakeckpt.errors import ConfigError, UnsupportedValue
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.waiting import Waiter
 from lakeckpt.wire.envelope import dumps
 
-__all__ = ["Place", "checked_place", "open_saves", "place_of"]
+__all__ = ["Place", "open_saves", "opened", "place_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +44,13 @@ class Place:
     arenas: ArenaFolder
 
 
-def checked_place(uri: object) -> str | os.PathLike[str] | Storage:
-    """Return the place of a run. `ConfigError` if it is none."""
-    if not isinstance(uri, (str, os.PathLike, Storage)):
+def opened(uri: object, storage_options: Mapping[str, Any] | None) -> Storage:
+    """Return the storage of a run at ``uri``. `ConfigError` if that names no place."""
+    if isinstance(uri, Storage):
+        return uri
+    if not isinstance(uri, (str, os.PathLike)):
         raise ConfigError(f"a run lies at a folder, a URL or in a Storage, got {uri!r}")
-    return uri
+    return open_storage(uri, storage_options=storage_options)
 
 
 def place_of(

@@ -12,13 +12,14 @@ from math import isfinite
 from typing import Any
 
 from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.format.register import best_first
 from lakeckpt.checkpoint.ledger.audit import read_run
+from lakeckpt.checkpoint.ledger.records import SourceRecord, readers_in
 from lakeckpt.checkpoint.ledger.verify import Kept
-from lakeckpt.checkpoint.persist.history import History, best_first
+from lakeckpt.checkpoint.persist.history import History
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 from lakeckpt.core.consumption import consumed
-from lakeckpt.core.state import State
 from lakeckpt.errors import StateError
 from lakeckpt.progress import progress_bar
 
@@ -59,7 +60,7 @@ def overview_of(history: History, kept: Kept, *, newest: int) -> dict[str, Any]:
     files, size_bytes = kept.besides(manifests)
     tip = history.tip
     with_data = [manifest for manifest in history.chain if kept.of(manifest)[0]]
-    best = best_first(with_data, "lowest" if tip is None or tip.keep is None else tip.keep.best_is)
+    best = best_first(with_data, "lowest" if tip is None else tip.keep.best_is)
     return {
         "run": history.run,
         "step": None if tip is None else tip.step,
@@ -113,17 +114,17 @@ def _checkpoint(manifest: Manifest, in_history: bool, kept: Kept, *, placed: boo
         "in_history": in_history,
         "files": files,
         "size_bytes": size_bytes,
-        "readers": {name: _place_of(one.state) for name, one in sorted(manifest.readers.items()) if placed},
+        "readers": {name: _place_of(one) for name, one in readers_in(manifest).items() if placed},
     }
 
 
-def _place_of(plain: Mapping[str, Any]) -> dict[str, Any]:
+def _place_of(record: SourceRecord) -> dict[str, Any]:
     """Return the place of a reader, and the topology of its last segment.
 
     The epoch of an endless stream is the first epoch that is not consumed to its end.
     """
     try:
-        state = State.from_plain(plain)
+        state = record.state
         done = {epoch: intervals.size for epoch, intervals in consumed(state).items()}
     except StateError as error:
         return {"unreadable": str(error)}

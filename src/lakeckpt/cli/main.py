@@ -30,7 +30,6 @@ _COMMANDS = {
     "explain": "which rows made an optimizer step",
     "explore": "write a page to look at a run in a browser: steps, checkpoints, restarts, rows",
     "convert": "write a checkpoint (of a run, torch.save, safetensors, others) in another format, or as a run",
-    "report": "how long ranks waited, and how much captures copied meanwhile",
     "rollback": "go back to an earlier checkpoint: the next restore goes on from there",
     "doctor": "what runs keep in this node's memory, and what ended runs have left there",
     "audit": "prove that every row was consumed exactly once, or name those that were not",

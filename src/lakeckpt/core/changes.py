@@ -18,10 +18,20 @@ from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import MAX_EPOCH, Frontier, Held, Segment, State, lanes_of
-from lakeckpt.core.streams.mixing import Share
 from lakeckpt.errors import StateError
 
-__all__ = ["MAX_SEGMENTS", "check_place", "fit_lanes", "moved", "part_of", "rebase", "replan", "start"]
+__all__ = [
+    "MAX_SEGMENTS",
+    "check_place",
+    "fit_lanes",
+    "moved",
+    "of_each",
+    "opening",
+    "part_of",
+    "rebase",
+    "replan",
+    "start",
+]
 
 MAX_SEGMENTS = 32
 """A state with more segments is written with the rest that was left at its last re-cut instead of what came before."""
@@ -43,14 +53,10 @@ def fit_lanes(wanted: int | None, stored: int | None, world_size: int, workers: 
     return world_size * max(1, workers)
 
 
-def start(
-    identity: Identity, *, epoch: int, num_lanes: int, batch_size: int, world_size: int, share: Share | None = None
-) -> State:
+def start(identity: Identity, *, epoch: int, num_lanes: int, batch_size: int, world_size: int) -> State:
     """Return the state of the whole job before the first step of ``epoch``."""
-    first = Segment(
-        micro_batch=0, step=0, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size, share=share
-    )
-    return State(identity=identity, epoch=epoch, segments=(first,), step=0, held=_unread(identity, first))
+    first = Segment(micro_batch=0, step=0, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
+    return State(orders=(identity,), epoch=epoch, segments=(first,), step=0, held=_unread(identity, first))
 
 
 def _unread(identity: Identity, segment: Segment) -> Held | None:
@@ -64,8 +70,10 @@ def _unread(identity: Identity, segment: Segment) -> Held | None:
 def check_place(state: State, *, ahead: int = 0) -> None:
     """Raise StateError if ``state`` is more than ``ahead`` steps behind the end of its epoch.
 
-    Such a state was damaged or made by hand. Loading it would skip rows without an error.
+    Such a state was damaged or made by hand. Loading it would skip rows without an error. A mixture has no such end.
     """
+    if state.mixing is not None:
+        return
     steps = Plan(state).steps if state.epoch <= MAX_EPOCH else 0
     if steps is not None and state.step > steps + ahead:
         raise StateError(
@@ -74,14 +82,14 @@ def check_place(state: State, *, ahead: int = 0) -> None:
         )
 
 
-def replan(state: State, *, num_lanes: int, batch_size: int, world_size: int, share: Share | None = None) -> State:
-    """Return ``state`` going on with another topology, or share: unchanged if they are the same.
+def replan(state: State, *, num_lanes: int, batch_size: int, world_size: int) -> State:
+    """Return ``state``, which is of one order, going on with another topology: unchanged if it is the same.
 
     Every row, or item, that is left is dealt again exactly once. An epoch that has not begun is planned anew; one that
     is over stays as it is. `StateError` if the topology changes and ``state`` is a part.
     """
     topology: dict[str, Any] = {"num_lanes": num_lanes, "batch_size": batch_size, "world_size": world_size}
-    if state.segment.topology == (num_lanes, batch_size, world_size) and state.segment.share == share:
+    if state.segment.topology == (num_lanes, batch_size, world_size):
         return state
     if not state.is_whole:
         assert state.held is not None
@@ -89,18 +97,21 @@ def replan(state: State, *, num_lanes: int, batch_size: int, world_size: int, sh
             f"this is the part of the ranks {state.held.ranks} of {state.segment.world_size}, and another topology "
             "needs the state of the whole job: lakeckpt.merge_states joins the parts of all ranks"
         )
-    if state.is_start or (state.step == 0 and state.base is None and state.held is None):
-        return start(state.identity, epoch=state.epoch, share=share, **topology)
+    if state.is_start or (state.step == 0 and not state.bases and state.held is None):
+        return start(state.identity, epoch=state.epoch, **topology)
     plan = Plan(state)
     if plan.at_end:
         return state
-    opened = Segment(micro_batch=plan.micro_batch(state.step), step=state.step, share=share, **topology)
+    opened = Segment(micro_batch=plan.micro_batch(state.step), step=state.step, **topology)
     if state.held is not None:
         return _with_lanes(plan, opened)
-    segments = (*state.segments, opened)
-    if len(segments) <= MAX_SEGMENTS:
-        return replace(state, segments=segments)
-    return _shortened(replace(state, segments=segments))
+    return opening(state, opened)
+
+
+def opening(state: State, opened: Segment) -> State:
+    """Return ``state`` with one more segment, ``opened``, or without those that what is to come does not depend on."""
+    state = replace(state, segments=(*state.segments, opened))
+    return state if len(state.segments) <= MAX_SEGMENTS else _shortened(state)
 
 
 def _with_lanes(plan: Plan, opened: Segment) -> State:
@@ -108,7 +119,7 @@ def _with_lanes(plan: Plan, opened: Segment) -> State:
     state = plan.state
     if opened.num_lanes != state.segment.num_lanes:
         held = _unread(state.identity, opened)
-        return replace(state, segments=(opened,), base=plan.left, begun=plan.begun, held=held)
+        return replace(state, segments=(opened,), bases=(plan.left,), begun=plan.begun, held=held)
     assert state.held is not None
     return replace(state, segments=(opened,), held=replace(state.held, ranks=Intervals.whole(opened.world_size)))
 
@@ -118,20 +129,24 @@ def rebase(state: State, identity: Identity) -> State:
 
     ``identity`` has as many rows in the same order. An epoch that has not begun is only renamed.
     """
-    if state.step == 0 and state.base is None:
-        return replace(state, identity=identity)
+    if state.step == 0 and not state.bases:
+        return replace(state, orders=(identity,))
     plan = Plan(state)
     opened = replace(state.segment, micro_batch=plan.micro_batch(state.step), step=state.step)
-    return replace(state, identity=identity, base=plan.rest(state.step), segments=(opened,))
+    return replace(state, orders=(identity,), bases=(plan.rest(state.step),), segments=(opened,))
 
 
 def _shortened(state: State) -> State:
     """Return the state without the segments that what is to come does not depend on."""
-    index, rest = Plan(state).recut
+    recuts = [Plan(one).recut for one in of_each(state)]
+    index, rests = recuts[0][0], tuple(rest for _, rest in recuts if rest is not None)
     kept = (state.segments[index],) if index == len(state.segments) - 1 else (state.segments[index], state.segments[-1])
-    if rest is None:
-        return replace(state, segments=kept)
-    return replace(state, base=rest, segments=kept)
+    return replace(state, bases=rests, segments=kept)
+
+
+def of_each(state: State) -> list[State]:
+    """Return ``state`` as each source of a mixture sees it; of one order, as it is."""
+    return [state] if state.mixing is None else [state.of(number) for number in range(len(state.orders))]
 
 
 def moved(state: State, *, step: int, frontiers: Mapping[int, Frontier]) -> State:

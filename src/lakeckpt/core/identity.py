@@ -6,13 +6,17 @@ Equal identities mean equal orders. An identity holds digests, never a path, a c
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import Literal
 
 from lakeckpt.core.hashing import PERMUTATION_VERSION, derive_key
 from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.wire.documents import Count, Positive, as_row
 
-__all__ = ["MAX_ROWS", "Identity", "Maker"]
+__all__ = ["MAX_ROWS", "Exhausted", "Identity", "Maker", "Mixing"]
+
+Exhausted = Literal["next_epoch", "stop", "continue"]
+"""What happens when a source of a mixture is through its first epoch."""
 
 MAX_ROWS = 1 << 56
 """The most rows of an epoch, and of all micro-batches of a state together: below it no product overflows 64 bits."""
@@ -128,3 +132,33 @@ class Identity:
     def _shown(self, name: str) -> str:
         version = f" ({self.version})" if name == "table" and self.version else ""
         return f"{self._values()[name]!r}{version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixing:
+    """How the sources of a mixture take turns. A state has the first three fields: they decide which source a row comes
+    from, together with the weights of its segments."""
+
+    names: tuple[str, ...]
+    seed: int
+    whole: bool
+    """Whether a micro-batch is of one source."""
+    weights: tuple[int, ...] = field(default=(), compare=False)
+    """At the start, as `lakeckpt.core.streams.mixing.fractions` returns them."""
+    exhausted: Exhausted = field(default="next_epoch", compare=False)
+    schedule: tuple[tuple[int, tuple[int, ...]], ...] = field(default=(), compare=False)
+    """(step, weights from this step on), in ascending order."""
+
+    def to_plain(self) -> list[object]:
+        """Return [names, seed, whole]."""
+        return [list(self.names), self.seed, self.whole]
+
+    @classmethod
+    def from_plain(cls, plain: object) -> Mixing:
+        """Return what `to_plain` made ``plain`` of; ValueError if it is nothing of the kind."""
+        names, seed, whole = plain if type(plain) is list and len(plain) == 3 else (None, None, None)
+        if not (type(names) is list and all(type(one) is str for one in names) and names):
+            raise ValueError(f"a mixture is [names, seed, whole], got {plain!r:.80}")
+        if type(seed) is not int or type(whole) is not bool or len(set(names)) < len(names):
+            raise ValueError(f"a mixture is [names, seed, whole], got {plain!r:.80}")
+        return cls(names=tuple(names), seed=seed, whole=whole)

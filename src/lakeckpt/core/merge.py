@@ -73,7 +73,7 @@ def _differences(one: State, other: State) -> list[str]:
     lines = one.identity.differences(other.identity, words="{} and {}")
     if one.identity.maker != other.identity.maker:
         lines.append(f"maker: {one.identity.maker} and {other.identity.maker}")
-    names = [each.name for each in fields(one) if each.name not in ("identity", "held")]
+    names = [each.name for each in fields(one) if each.name not in ("orders", "held")]
     for name in names:
         mine, its = getattr(one, name), getattr(other, name)
         if mine != its:

@@ -22,6 +22,7 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import EpochDeal, Left, Rest
 from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt, Span
 from lakeckpt.core.state import Begun, Frontier, Segment, State, inside, lanes_of
+from lakeckpt.core.streams.mixing import Share
 from lakeckpt.core.streams.stream import StreamDeal
 from lakeckpt.errors import StateError
 
@@ -50,7 +51,8 @@ class Assignment:
 
 
 class Plan:
-    """The consequences of a reader state. Made once for a segment; `assignment` takes any step of the segment.
+    """The consequences of a reader state, or of a mixture as one of its sources sees it (`State.of`). Made once for a
+    segment; `assignment` takes any step of the segment.
 
     Raises `StateError` if the state holds frontiers that no lane has.
     """
@@ -67,7 +69,7 @@ class Plan:
 
     @cached_property
     def _reader(self) -> str:
-        return self.state.identity.digest
+        return self.state.digest
 
     @cached_property
     def steps(self) -> int | None:
@@ -269,7 +271,7 @@ def deals(state: State) -> Iterator[tuple[EpochDeal | StreamDeal, tuple[int, Res
 
 def deal_key(segment: Segment) -> tuple[object, ...]:
     """Return all of a segment that a deal depends on."""
-    return segment.num_lanes, segment.batch_size, segment.share
+    return segment.num_lanes, segment.batch_size, segment.weights, segment.carried
 
 
 def _deal(state: State, segment: Segment, rest: Rest | None) -> EpochDeal | StreamDeal:
@@ -285,11 +287,25 @@ def _deal(state: State, segment: Segment, rest: Rest | None) -> EpochDeal | Stre
             rows=identity.tokens or identity.rows,
             start=rest,
             unit=identity.unit,
-            share=segment.share,
+            share=_share(state, segment),
         )
     whole = Left(epoch=state.epoch, positions=Intervals.whole(identity.rows), num_lanes=num_lanes, rotation=0)
     left, tail = rest.begun[0] if rest else whole, identity.tail if state.held is None else "short"
     return EpochDeal(first=first, num_lanes=num_lanes, batch_size=batch_size, tail=tail, left=left)
+
+
+def _share(state: State, segment: Segment) -> Share | None:
+    """Return what the source of a mixture that is looked at has of each micro-batch; None: all."""
+    if state.mixing is None or state.source is None:
+        return None
+    assert segment.weights is not None
+    return Share(
+        source=state.source,
+        weights=segment.weights,
+        seed=state.mixing.seed,
+        whole=state.mixing.whole,
+        carried=segment.carried or (),
+    )
 
 
 def _cut_spans(spans: Iterable[Span], start: int, stop: int) -> list[Span]:

@@ -9,6 +9,10 @@ position that follows).
   knows the frontiers of its own lanes, so that its state is a *part*: `Held` has the frontiers of some ranks, and
   `lakeckpt.core.merge` joins parts.
 
+The state of a mixture has several orders, one for each source, which are endless streams, and one list of segments,
+each with the weights of all sources. `State.of` looks at one source: then it is as the state of a stream of its own, of
+which each micro-batch has a share.
+
 From a state, `lakeckpt.core.plan` computes everything else: which rank gets which rows next, and which rows have been
 consumed. States are values: every change makes a new state. A state never lists single rows.
 """
@@ -22,10 +26,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.identity import MAX_ROWS, Identity
+from lakeckpt.core.hashing import derive_key
+from lakeckpt.core.identity import MAX_ROWS, Identity, Mixing
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Rest
-from lakeckpt.core.streams.mixing import Share
 from lakeckpt.errors import StateError
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
 
@@ -69,8 +73,11 @@ class Segment:
     num_lanes: int
     batch_size: int
     world_size: int
-    share: Share | None = None
-    """The share of this reader in the micro-batches of a mixture; None: micro-batches are all its own."""
+    weights: tuple[int, ...] | None = None
+    """The weights of the sources of a mixture; None: the reader is none."""
+    carried: tuple[int, ...] | None = None
+    """For each source, what a lane had too many of it when the segment began (`lakeckpt.core.streams.mixing.Share`);
+    None: nothing."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "step", "num_lanes", "batch_size", "world_size"):
@@ -121,45 +128,60 @@ class Held:
 class State:
     """The state of a reader: of the whole job, or if consumption depends on the data, the part of some ranks."""
 
-    identity: Identity
+    orders: tuple[Identity, ...]
+    """One; of a mixture, one for each source."""
     epoch: Count
     """The current epoch; 0 if the stream is endless (it counts its epochs itself)."""
     segments: tuple[Segment, ...]
     """At least one; the last is the current segment. Of frontiers that are held, the current segment alone."""
     step: Count
     """Steps done, of this epoch; every rank has done as many."""
-    base: Rest | None = None
-    """The rest when the first of ``segments`` began (if frontiers are held: when the lanes were dealt), positions that
-    had begun included; None: a whole epoch, or stream."""
+    bases: tuple[Rest, ...] = ()
+    """For each of ``orders``, the rest when the first of ``segments`` began (if frontiers are held: when the lanes were
+    dealt), positions that had begun included; empty: a whole epoch, or stream."""
     begun: tuple[Begun, ...] = ()
-    """The positions of ``base`` that had begun when the lanes were dealt."""
+    """The positions of the base that had begun when the lanes were dealt."""
     held: Held | None = None
     """The frontiers, if consumption depends on the data; None: they follow from ``step``."""
+    mixing: Mixing | None = None
+    """How the sources of a mixture take turns; None: there is one source."""
+    source: int | None = None
+    """The number of the source of a mixture that is looked at (`of`); None: all of them."""
 
     def __post_init__(self) -> None:
         if not self.segments:
             raise ValueError("a reader state has at least one segment")
-        if (self.held is None) != (self.identity.maker is None):
-            raise ValueError("a state holds frontiers if a maker yields any number of items, and only then")
+        self._check_orders()
         if self.epoch < 0:
             raise ValueError(f"epochs are counted from 0, got {self.epoch}")
-        if any(one.share for one in self.segments) and not self.identity.endless:
-            raise ValueError("a source of a mixture is an endless stream")
-        if self.identity.endless and self.epoch:
+        if self.is_endless and self.epoch:
             raise ValueError(f"an endless stream counts its epochs itself, got epoch {self.epoch}")
         self._check_segments()
-        if self.base is not None:
-            self._check_base(self.base)
+        for order, base in zip(self.orders, self.bases, strict=bool(self.bases)):
+            self._check_base(order, base)
         self._check_begun()
         if self.held is not None:
             self._check_held(self.held)
+
+    def _check_orders(self) -> None:
+        if (self.held is None) != all(one.maker is None for one in self.orders):
+            raise ValueError("a state holds frontiers if a maker yields any number of items, and only then")
+        count = 1 if self.mixing is None else len(self.mixing.names)
+        if len(self.orders) != count or len(self.bases) not in (0, count):
+            raise ValueError(f"{count} sources, {len(self.orders)} orders, and what was left of {len(self.bases)}")
+        for one in self.segments:
+            counts = {len(each) for each in (one.weights, one.carried) if each is not None}
+            if (one.weights is None) != (self.mixing is None) or counts - {count}:
+                raise ValueError(f"the segments of {count} sources have weights for each, got {one.weights}")
+        if self.mixing is not None and (self.held is not None or not all(one.endless for one in self.orders)):
+            raise ValueError("the sources of a mixture are endless streams, whose positions yield one row each")
 
     def _check_segments(self) -> None:
         starts = [(segment.step, segment.micro_batch) for segment in self.segments]
         steps, numbers = [step for step, _ in starts], [number for _, number in starts]
         if steps != sorted(steps) or numbers != sorted(numbers) or self.step < steps[-1]:
             raise ValueError(f"segments begin at (step, micro-batch) {starts}, and the state is at step {self.step}")
-        if self.base is None and self.held is None and starts[0] != (0, 0):
+        if not self.bases and self.held is None and starts[0] != (0, 0):
             raise ValueError(f"the first segment of a whole epoch begins at step 0, not at {starts[0]}")
         reached = numbers[-1] + (self.step + 1 - steps[-1]) * self.segment.world_size
         if reached * max(segment.batch_size for segment in self.segments) > MAX_ROWS:
@@ -167,12 +189,12 @@ class State:
                 f"{reached} micro-batches of up to {self.segment.batch_size} rows are more than {MAX_ROWS}"
             )
 
-    def _check_base(self, base: Rest) -> None:
+    def _check_base(self, order: Identity, base: Rest) -> None:
         epochs = [left.epoch for left in base.begun]
-        if not self.identity.endless and (epochs != [self.epoch] or base.next_epoch != self.epoch + 1):
+        if not order.endless and (epochs != [self.epoch] or base.next_epoch != self.epoch + 1):
             raise ValueError(f"epochs {epochs} before {base.next_epoch} cannot be the rest of epoch {self.epoch}")
         for left in base.begun:
-            rows = self.identity.rows_of(left.epoch)
+            rows = order.rows_of(left.epoch)
             if left.positions and left.positions.stops[-1] > rows:
                 raise ValueError(f"the rest names positions outside of epoch {left.epoch} of {rows} rows")
 
@@ -205,6 +227,38 @@ class State:
             object.__setattr__(found, name, step if name == "step" else getattr(self, name))
         return found
 
+    def of(self, source: int) -> State:
+        """Return this state, of which one source of a mixture is looked at."""
+        assert self.mixing is not None
+        found = object.__new__(State)
+        for name in State.__slots__:
+            object.__setattr__(found, name, source if name == "source" else getattr(self, name))
+        return found
+
+    @property
+    def identity(self) -> Identity:
+        """The order; of a mixture, that of the source that is looked at."""
+        assert self.mixing is None or self.source is not None, "a mixture has no order of its own"
+        return self.orders[self.source or 0]
+
+    @property
+    def base(self) -> Rest | None:
+        """The rest when the first of ``segments`` began; of a mixture, that of the source that is looked at."""
+        assert self.mixing is None or self.source is not None, "a mixture has no order of its own"
+        return self.bases[self.source or 0] if self.bases else None
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the stream is endless, as those of all sources of a mixture are."""
+        return self.orders[0].endless
+
+    @property
+    def digest(self) -> str:
+        """The name by which receipts name the reader: that of its order, or of the orders of all sources."""
+        if self.mixing is None:
+            return self.identity.digest
+        return f"{derive_key(' '.join(one.digest for one in self.orders))[0]:016x}"
+
     @property
     def segment(self) -> Segment:
         """The current segment."""
@@ -235,16 +289,24 @@ class State:
         """Whether nothing of the epoch was read."""
         held = self.held
         moved = held is not None and (any(held.done) or any(held.offsets))
-        return self.step == 0 and self.base is None and len(self.segments) == 1 and not moved
+        return self.step == 0 and not self.bases and len(self.segments) == 1 and not moved
 
     def to_plain(self) -> dict[str, object]:
-        """Return the state as JSON-able values. A state in lockstep names no fields of frontiers."""
-        plain: dict[str, object] = {"format": FORMAT, **to_plain(self)}
+        """Return the state as JSON-able values. It has ``orders`` and ``bases`` if it is of a mixture, else
+        ``identity`` and ``base``; fields of frontiers only if it holds any."""
+        assert self.source is None, "the state of one source is derived from that of the mixture"
+        plain: dict[str, Any] = {"format": FORMAT, **to_plain(self)}
+        del plain["source"]
+        orders, bases = (plain.pop(name) for name in ("orders", "bases"))
+        for order in orders:
+            if order["maker"] is None:
+                del order["maker"]
         if self.held is None:
-            for name in ("begun", "held"):
-                del plain[name]
-            plain["identity"] = {name: one for name, one in plain["identity"].items() if name != "maker"}  # type: ignore[attr-defined]
-        return plain
+            del plain["held"], plain["begun"]
+        if self.mixing is None:
+            del plain["mixing"]
+            return {**plain, "identity": orders[0], "base": bases[0] if bases else None}
+        return {**plain, "orders": orders, "bases": bases}
 
     @classmethod
     def from_plain(cls, plain: object) -> State:
@@ -254,8 +316,27 @@ class State:
         values = dict(plain)
         if values.pop("format", None) != FORMAT:
             raise StateError(f"a reader state's 'format' is {FORMAT!r}, got {plain.get('format')!r}")
-        found: State = from_plain(cls, values, "a reader state", error=StateError)
+        if "source" in values:
+            raise StateError("a reader state has no field 'source': this is of one source of a mixture")
+        if "mixing" not in values:
+            values = _as_one(values)
+        try:
+            found: State = from_plain(cls, values, "a reader state", error=StateError)
+        except StateError as error:  # a state of one order names its fields in its own words
+            words = str(error).replace("field 'orders[0]", "field 'identity").replace("field 'bases[0]", "field 'base")
+            raise StateError(str(error) if "mixing" in plain else words) from None
         return found
+
+
+def _as_one(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain fields of a state of one order as those of the class."""
+    values = dict(plain)
+    if wrong := values.keys() & {"orders", "bases"}:
+        raise StateError(f"a reader state, field {min(wrong)!r}: only the state of a mixture has it")
+    if "identity" not in values:
+        raise StateError("a reader state, field 'identity': it is missing")
+    order, base = values.pop("identity"), values.pop("base", None)
+    return {**values, "orders": [order], "bases": [] if base is None else [base]}
 
 
 def depends_on_data(plain: Mapping[str, Any]) -> bool:

@@ -7,14 +7,14 @@ of the loader, and asks for nothing that would have to be counted first. The mod
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
 from lakeckpt.counters import READERS, Facts, ReaderCounters
-from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.progress import Progress
+from lakeckpt.data.place.versions import Versions
 from lakeckpt.lake.table.index import TableIndex
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ class Counting:
 
     def begin(self, loader: LakeLoader) -> ReaderCounters:
         """Return the counters for an iteration of ``loader`` that begins."""
-        self.counters.name, self.counters.rank = _names_of(loader)[0], loader.topology[0]
+        self.counters.name, self.counters.rank = loader._progress.deliveries.name or _UNNAMED, loader.topology[0]
         if not self._is_followed:
             self._is_followed = True
             READERS.follow(loader, self.counters, look)
         return self.counters
 
     def reads(self, reading: Any) -> Any:
-        """Note that batches come from ``reading``, which has a property ``ready``, and return it."""
+        """Note that batches come from ``reading``, which may have a property ``ready``, and return it."""
         self._reading = weakref.ref(reading)
         return reading
 
@@ -50,34 +50,29 @@ class Counting:
     def ready(self) -> int | None:
         """Micro-batches that would come without a wait."""
         reading = None if self._reading is None else self._reading()
-        return None if reading is None else reading.ready
+        return getattr(reading, "ready", None)
 
 
 def look(loader: LakeLoader) -> Facts:
     """Return what is known of ``loader`` now. Any thread may call it."""
-    name, every = _names_of(loader)
-    datasets: Mapping[str, Any] = getattr(loader.dataset, "sources", {})
-    indexes = [one._versions.at_hand.table.index for one in datasets.values()] or [
-        loader.dataset._versions.at_hand.table.index
-    ]
+    progress: Progress = loader._progress
+    name, state = progress.deliveries.name or _UNNAMED, progress.runs.glance()
     epochs: dict[str, float] = {}
     skipped: dict[tuple[str, str], int] = {}
-    for (reader, progress), index in zip(every.items(), indexes, strict=True):
-        state = progress.runs.glance()
-        epochs[reader] = float(progress.epoch) if state is None or progress.over else _epochs(state)
-        skipped |= {(reader, reason): rows for reason, rows in _skipped(state, index)}
+    for reader, seen, versions in _tables(loader, name, state):
+        epochs[reader] = float(progress.epoch) if seen is None or progress.over else _epochs(seen)
+        skipped |= {(reader, reason): rows for reason, rows in _skipped(seen, versions.at_hand.table.index)}
     return Facts(name=name, ready=loader._counting.ready, epochs=epochs, skipped=skipped)
 
 
-def _names_of(loader: LakeLoader) -> tuple[str, dict[str, Progress]]:
-    """Return the name of a loader, and the place of each reader that it has, by the manager's names for them."""
-    progress: Any = loader._progress
-    if not isinstance(progress, MixedProgress):
-        name = progress.deliveries.name or _UNNAMED
-        return name, {name: progress}
-    suffixes = [f".{name}" for name in progress.mixing.names]
-    name = progress.sources[0].deliveries.name.removesuffix(suffixes[0]) or _UNNAMED
-    return name, {name + suffix: one for suffix, one in zip(suffixes, progress.sources, strict=True)}
+def _tables(loader: LakeLoader, name: str, state: State | None) -> Iterator[tuple[str, State | None, Versions]]:
+    """Yield (name, state as it is seen there, versions) of each table that ``loader``, called ``name``, reads."""
+    sources = getattr(loader.dataset, "sources", None)
+    if sources is None:
+        yield name, state, loader.dataset._versions
+        return
+    for number, (source, one) in enumerate(sources.items()):
+        yield f"{name}.{source}", None if state is None else state.of(number), one.versions
 
 
 def _epochs(state: State) -> float:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.lanes import Tail
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import Plan
-from lakeckpt.data.ahead import Ahead
+from lakeckpt.data.base_dataset import BaseDataset
 from lakeckpt.data.flows.arguments import check_flow, check_no_workers, feed_of, parts_of
 from lakeckpt.data.foreign.frameworks import check_dealers, check_not_sampled
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
@@ -26,9 +26,8 @@ from lakeckpt.data.options import Follow, ReadOptions, flag, following, one_of, 
 from lakeckpt.data.place.begun import Consumed, rest_of_first_epoch
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.versions import Versions, check_moves
-from lakeckpt.data.shown import shown_dataset
-from lakeckpt.data.source import Items, Output, gives
-from lakeckpt.data.topology import check_topology, resolve_topology
+from lakeckpt.data.source import Items, Output
+from lakeckpt.data.topology import check_topology
 from lakeckpt.data.transform import CarriedRows, Transform, bind_transform
 from lakeckpt.errors import ConfigError, StateUnavailable
 from lakeckpt.lake.formats.dispatch import open_table
@@ -44,7 +43,7 @@ _DEFAULT_WINDOW = 4
 """Row groups whose rows are permuted together."""
 
 
-class LakeDataset(IterableDataset[Any]):
+class LakeDataset(BaseDataset):
     """Rows of a table in a pure, deterministic order, micro-batch by micro-batch.
 
     Args:
@@ -128,7 +127,6 @@ class LakeDataset(IterableDataset[Any]):
         self.yields_many = rows is not None
         self._explicit_rank = check_topology(rank, world_size)
         self._dp_group = dp_group
-        self._pickled_topology: tuple[int, int] | None = None
         try:
             window = shuffle_window if flag("shuffle", shuffle) else 1
             spec = OrderSpec(seed=whole("seed", seed), shuffle=shuffle, window=window)
@@ -180,31 +178,14 @@ class LakeDataset(IterableDataset[Any]):
         """How documents are packed into sequences (`lakeckpt.pack`); None: rows are read."""
         return self._versions.at_hand.packing
 
-    def __repr__(self) -> str:
-        return shown_dataset(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A worker that is spawned can ask neither torch.distributed nor the group: it gets the answer.
-        state = dict(self.__dict__)
-        if get_worker_info() is None:
-            state["_pickled_topology"] = self.topology
-            check_dealers(self.topology)  # of workers that are spawned
-            if self._dp_group is not None:
-                state["_explicit_rank"] = self.topology
-        state["_dp_group"] = None
-        return state
-
-    @property
-    def topology(self) -> tuple[int, int]:
-        """(data-parallel rank, number of data-parallel ranks); ConfigError where it cannot be known."""
-        if get_worker_info() is not None and self._pickled_topology is not None:
-            return self._pickled_topology
-        return resolve_topology(self._explicit_rank, self._dp_group)
-
     @property
     def table(self) -> Table:
         """The table, at the version that is read."""
         return self._versions.at_hand.table
+
+    @property
+    def _version(self) -> str:
+        return self.table.index.digest
 
     @property
     def identity(self) -> Identity:
@@ -255,24 +236,21 @@ class LakeDataset(IterableDataset[Any]):
         """Go on with the newest version where an epoch begins (``on_new_version="next_epoch"``); collective."""
         self._versions.move(explicit=self._explicit_rank, dp_group=self._dp_group)
 
-    def _through(self, first: Iterator[Any], more: Callable[[], Iterator[Any]]) -> Generator[Any]:
-        """Yield the items of the tranche at hand, ``first``, and of each later one, as ``more`` delivers it.
+    def _through(self, first: Generator[Any], more: Callable[[], Generator[Any]]) -> Generator[Any]:
+        """Return the items of the tranche at hand, ``first``, and of each later one, as ``more`` delivers it.
 
         Between two tranches, all ranks wait until there is another one; after the last rows that fill no step, they
         look once.
         """
+        return first if self.follow is None else self._tranches(first, more)
+
+    def _tranches(self, first: Iterator[Any], more: Callable[[], Iterator[Any]]) -> Generator[Any]:
         yield from first
         waits = True
         while self._versions.go_over(waits=waits, explicit=self._explicit_rank, dp_group=self._dp_group):
             yield from more()
             waits = self._progress.identity.tail != "short"
         self._progress.deliveries.end()
-
-    def __getitem__(self, index: Any) -> Any:
-        raise TypeError(
-            f"a LakeDataset has no item {index!r}: its rows come in the order of an epoch. Iterate it, or read it with "
-            "lakeckpt.LakeLoader(dataset), which gives one batch after another and can be resumed"
-        )
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -291,29 +269,11 @@ class LakeDataset(IterableDataset[Any]):
                     world_size=world_size,
                 )
             )
-        self._progress.turn(rank)
-        self._move()
-        self._progress.settle(world_size, 0)
-        # Now, not when the first item is asked for: what changes the place in between puts this iterator out of date.
-        iteration = self._progress.begin_iteration()
-        found = self._iterate(rank, iteration)
-        return Items(found if self.follow is None else self._through(found, lambda: self._iterate(rank, iteration)))
+        return self._read_here()
 
-    def _iterate(self, rank: int, iteration: int) -> Generator[Any]:
-        progress = self._progress
-        progress.check(iteration)
-        step = progress.state.step
+    def _reading(self, rank: int) -> Iterator[Any]:
         feed = feed_of(self, rank)
-        items = Ahead(self._source, progress.assignments(rank)) if feed is None else feed.in_process()
-        for dealt, found in items:
-            self._carried.check(found, dealt)
-            if gives(dealt, self.row_wise):
-                progress.check(iteration)
-                progress.delivered(dealt)
-                yield found
-            step = dealt.step + 1
-            progress.check(iteration)
-        progress.end(step)
+        return super()._reading(rank) if feed is None else feed.in_process()
 
     # --- state
 

@@ -20,10 +20,9 @@ from torch.utils.data import DataLoader
 
 from lakeckpt.core.hashing import derive_key
 from lakeckpt.core.identity import Identity
-from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import State
-from lakeckpt.data.ahead import Ahead
+from lakeckpt.core.streams.mixed_batches import AnyReceipt
+from lakeckpt.data.base_dataset import BaseDataset, shown_loader
 from lakeckpt.data.batch import checked_number_column, numbered, pinned
 from lakeckpt.data.counting import Counting
 from lakeckpt.data.dataset import LakeDataset
@@ -38,9 +37,8 @@ from lakeckpt.data.foreign.frameworks import (
 )
 from lakeckpt.data.options import check_only_reader, flag, optional, refuse, whole
 from lakeckpt.data.place.mixed import MixedProgress
-from lakeckpt.data.place.reader import LoaderReader, sources_of
+from lakeckpt.data.place.reader import LoaderReader, MixtureReader
 from lakeckpt.data.prefetch import Stage
-from lakeckpt.data.shown import shown_loader
 from lakeckpt.data.source import Items, gives
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.data.workers.pool import Workers
@@ -86,12 +84,12 @@ class LakeLoader(Prepared, DataLoader[Any]):
     within five seconds; a worker that dies between two iterations (``persistent_workers``) is replaced.
     """
 
-    dataset: LakeDataset
+    dataset: Any
     __repr__ = shown_loader
 
     def __init__(
         self,
-        dataset: LakeDataset,
+        dataset: LakeDataset | MixedDataset,
         *,
         num_workers: int = 0,
         pin_memory: bool = False,
@@ -106,7 +104,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         **others: Never,
     ) -> None:
         refuse(others)
-        if not isinstance(dataset, LakeDataset):
+        if not isinstance(dataset, BaseDataset):
             raise ConfigError(f"LakeLoader reads a lakeckpt.LakeDataset, got {type(dataset).__name__}")
         options: dict[str, Any] = {
             "num_workers": whole("num_workers", num_workers),
@@ -124,7 +122,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             raise ConfigError(str(error)) from error
         self._restarts = dataset.epoch if flag("restart", restart) else None
         """The epoch of every iteration of a loader that restarts; None: it goes on."""
-        if restart and (dataset.follow is not None or dataset.identity.endless):
+        if restart and (dataset.follow is not None or dataset._progress.is_endless):
             raise ConfigError("restart=True begins an epoch again, and an endless stream has no epochs")
         if restart:
             dataset._progress.deliveries.saved()  # its place is never saved, and that is no reason to warn
@@ -153,7 +151,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
     @property
     def table(self) -> Table:
         """The table that is read."""
-        return self.dataset.table
+        return self.dataset.table  # type: ignore[no-any-return]
 
     @property
     def identity(self) -> Identity:
@@ -163,7 +161,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
     @property
     def topology(self) -> tuple[int, int]:
         """(data-parallel rank, number of data-parallel ranks)."""
-        return self.dataset.topology
+        return self.dataset.topology  # type: ignore[no-any-return]
 
     @property
     def epoch(self) -> int:
@@ -196,8 +194,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             started = self._begun()
         self._waiting = waiting = self._progress.begin_iteration()
         items = self._deliver(waiting, started[1], stage)
-        if self.dataset.follow:
-            items = self.dataset._through(items, lambda: self._deliver(waiting, self._begun()[1], stage))
+        items = self.dataset._through(items, lambda: self._deliver(waiting, self._begun()[1], stage))
         return Items(self._as_prepared(items, self._progress.steps) if self._is_prepared else items)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -242,7 +239,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def _begun(self) -> tuple[Any, Iterator[tuple[Receipt, Any]]]:
         """Return the place where the next iteration begins, and what it will deliver, which is read from now on."""
         self._seed_workers(rank := self.topology[0])
-        return self._place(), self._found(self._progress.assignments(rank), rank)
+        return self._place(), self._found(rank)
 
     def _place(self) -> Any:
         return self._progress.state, self.topology, os.getpid()
@@ -251,24 +248,29 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """Seed the generator that this iteration's workers get their seeds from, unless it is the user's."""
         if self._own_generator is not None:
             place = self._progress.state
-            word, _ = derive_key("workers", self.identity.spec.seed, place.epoch, place.step, rank)
+            word, _ = derive_key("workers", self._progress.seed, place.epoch, place.step, rank)
             self._own_generator.manual_seed(word >> 1)
 
-    def _found(self, assignments: Iterator[Assignment], rank: int) -> Iterator[tuple[Receipt, Any]]:
+    def _found(self, rank: int) -> Iterator[tuple[Receipt, Any]]:
         """Return what is left of the epoch, which is read ahead from now on."""
-        feed = feed_of(self.dataset, rank)
-        if self.num_workers:
-            read = self._counting.reads(self._started()).read
-            beginning = Beginning(state=self._progress.state, rank=rank)
-            return feed.of_workers(self.num_workers, read, beginning) if feed else read(assignments, beginning)
         found: Iterator[tuple[Receipt, Any]]
-        found = feed.in_process() if feed else self._counting.reads(Ahead(self.dataset._source, assignments))
+        if self.num_workers:
+            feed, progress = feed_of(self.dataset, rank), self._progress
+            read = self._counting.reads(self._started()).read
+            beginning = Beginning(state=progress.state, rank=rank)
+            found = (
+                read(progress.assignments(rank), beginning)
+                if feed is None
+                else feed.of_workers(self.num_workers, read, beginning)
+            )
+            return found
+        found = self._counting.reads(self.dataset._reading(rank))
         pins = self.pin_memory and torch.accelerator.is_available()
         return ((receipt, pinned(batch)) for receipt, batch in found) if pins else found
 
     def _started(self) -> Workers:
         """Workers for one iteration, or those that live on and read the version of the table at hand."""
-        started = self.table.index.digest, os.getpid()
+        started = self.dataset._version, os.getpid()
         if self._workers is not None:
             if self._workers_started == started and self._workers.alive:
                 return self._workers
@@ -332,7 +334,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """Go to the epoch that a framework begins, if there are any; it may have asked for an iterator already."""
         if self._before_more is not None:
             self._before_more()
-        if self.dataset.follow or epoch == self.epoch or self.identity.endless:
+        if self.dataset.follow or epoch == self.epoch or self._progress.is_endless:
             return
         is_newest = self._progress.is_newest(self._waiting)
         self.set_epoch(epoch)
@@ -353,7 +355,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._progress.set_weights(weights)
         self._early = None
 
-    def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
+    def state_dict(self, at: AnyReceipt | None = None) -> dict[str, Any]:
         """Return the state of all that the loop has received, or of all up to the receipt ``at``.
 
         Plain types, the same on every rank in lockstep, without communication; valid before the first batch, after the
@@ -362,7 +364,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """
         self._check_goes_on()
         self._settle()
-        if at is None and (self.dataset.follow or self.identity.endless or self.dataset.yields_many):
+        if at is None and (self.dataset.follow or self._progress.is_endless or self.dataset.yields_many):
             check_not_fetched_ahead()
         return self._progress.at(at).to_plain()
 
@@ -374,7 +376,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """
         self._check_goes_on()
         found, counts = self._progress.read(state), counts_steps()
-        if counts and isinstance(found, State) and found.held is None:
+        if counts and found.held is None:
             check_counted(found, self.topology[1])
         self._progress.load(found)
         self._early = None
@@ -382,16 +384,11 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._progress.turn(self.topology[0], loaded=True)
 
     @property
-    def _reader(self) -> LoaderReader:
+    def _reader(self) -> LoaderReader | MixtureReader:
         """The side that checkpoint managers see (`lakeckpt.tracking.readers`); ConfigError where nothing is to save."""
         if self._restarts is not None:
             raise ConfigError(f"{_RESTARTS}, so leave it out of the manager's state")
-        return LoaderReader(self, self.dataset)
-
-    @property
-    def _readers(self) -> dict[str, LoaderReader]:
-        """The sides that checkpoint managers see, by what is added to the loader's name: one for each source."""
-        return sources_of(self, self.dataset.sources) if isinstance(self.dataset, MixedDataset) else {"": self._reader}
+        return MixtureReader(self, self.dataset) if isinstance(self.dataset, MixedDataset) else LoaderReader(self)
 
     def _check_goes_on(self) -> None:
         if self._restarts is not None:

@@ -94,7 +94,7 @@ class _Training:
         return loss_of_all
 
 
-def training_data(lake: str) -> lakeckpt.LakeDataset:
+def training_data(lake: str) -> Any:
     """Return a mixture of the tables of ``lake``, the documents of each packed into sequences."""
     packed = {}
     for source in WEIGHTS:

@@ -221,13 +221,14 @@ def _loader_of(state: Mapping[str, Any]) -> LakeLoader:
     if len(loaders) != 1:
         raise ConfigError(f"the state= of a LakeReplica has one lakeckpt.LakeLoader, got {len(loaders)}")
     dataset = loaders[0].dataset
+    is_mixed = isinstance(dataset, MixedDataset)
     refused = {
-        "lakeckpt.mix": isinstance(dataset, MixedDataset),
+        "lakeckpt.mix": is_mixed,
         'rows="many"': dataset.yields_many,
         "batch_size=None": dataset.row_wise,
-        "drop_last=True": dataset._versions.at_hand.tail == "drop",
+        "drop_last=True": not is_mixed and dataset._versions.at_hand.tail == "drop",
         "follow=": dataset.follow is not None,
-        'on_new_version="next_epoch"': dataset.options.on_new_version == "next_epoch",
+        'on_new_version="next_epoch"': not is_mixed and dataset.options.on_new_version == "next_epoch",
     }
     for what, found in refused.items():
         if found:

@@ -20,6 +20,7 @@ from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.core.plan import Plan
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.loader import LakeLoader
+from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.errors import ConfigError
 from lakeckpt.integrations.accelerate import check_whole
 from lakeckpt.integrations.common import Framework
@@ -151,9 +152,9 @@ class LakeTrainer(Trainer):
         """Return a loader of lakeckpt, prepared, which begins anew in each evaluation; others as the Trainer does."""
         found = self.eval_dataset if eval_dataset is None else eval_dataset
         found = self.eval_dataset[found] if isinstance(found, str) else found
-        if not isinstance(found, (LakeDataset, LakeLoader)):
+        if not isinstance(found, (LakeDataset, MixedDataset, LakeLoader)):
             return super().get_eval_dataloader(eval_dataset)
-        found = LakeLoader(found, restart=True) if isinstance(found, LakeDataset) else found
+        found = LakeLoader(found, restart=True) if isinstance(found, (LakeDataset, MixedDataset)) else found
         if found._restarts is None:
             raise ConfigError(
                 "eval_dataset is a LakeLoader that goes on where it stopped, so evaluations would read other rows each "
@@ -279,7 +280,7 @@ class LakeTrainer(Trainer):
         is_new = self.state.global_step > self._lake_manager.steps_done
         if is_new and self._lake_length is not None:
             self.state.epoch = self._lake_used.epoch + (self._lake_used.step + 1) / self._lake_length
-        elif is_new and self.train_dataset.identity.endless:
+        elif is_new and self.train_dataset._progress.is_endless:
             self.state.epoch = self.state.global_step / self.state.max_steps
         super()._maybe_log_save_evaluate(*args, **options)
         is_last = is_new and self._lake_used.step + 1 == self._lake_length
@@ -343,8 +344,12 @@ class _Notes:
 def _loader_of(given: object, args: Any) -> LakeLoader:
     """Return the loader that was given, or one of the dataset that was given."""
     dataset = given.dataset if isinstance(given, LakeLoader) else given
-    if not isinstance(dataset, LakeDataset) or dataset.row_wise:
-        found = "a LakeDataset without a batch_size" if isinstance(dataset, LakeDataset) else type(given).__name__
+    if not isinstance(dataset, (LakeDataset, MixedDataset)) or dataset.row_wise:
+        found = (
+            "a LakeDataset without a batch_size"
+            if isinstance(dataset, (LakeDataset, MixedDataset))
+            else type(given).__name__
+        )
         raise ConfigError(
             f"train_dataset of a LakeTrainer is a lakeckpt.LakeDataset with a batch_size, or a LakeLoader of one; got "
             f"{found}: LakeDataset(…, batch_size=args.per_device_train_batch_size)"

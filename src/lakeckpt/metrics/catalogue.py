@@ -150,4 +150,17 @@ METRICS: tuple[Metric, ...] = (
         about="Bytes of captures that were copied beside training: in a bubble (bubble), at any time as no bubbles are "
         "watched (beside), or while an optimizer step waited (fence).",
     ),
+    Metric(
+        name="lakeckpt_site_wait_seconds",
+        kind="gauge",
+        labels=("run", "site"),
+        unit="seconds",
+        about="The median of the last waits at a site that `lakeckpt.bubbles.Bubbles` watches.",
+    ),
+    Metric(
+        name="lakeckpt_site_captured_ratio",
+        kind="gauge",
+        labels=("run", "site"),
+        about="The part of the captured bytes that moved in the last waits at a site.",
+    ),
 )

@@ -53,8 +53,8 @@ def readings() -> list[Reading]:
         found["lakeckpt_store_read_bytes_total", rank, (store.kind,)] = store.bytes_read
         found["lakeckpt_store_retries_total", rank, (store.kind,)] = store.retries
     for run in runs:
-        for name, value in _of_newest(run, time.time()):
-            found[name, run.rank, (run.name,)] = value
+        for name, labels, value in _of_newest(run, time.time()):
+            found[name, run.rank, (run.name, *labels)] = value
     for run in RUNS.sums():
         for name, labels, value in _of_run(run):
             found[name, run.rank, (run.name, *labels)] = value
@@ -72,10 +72,13 @@ def _of_reader(one: ReaderCounters) -> Iterator[tuple[str, float]]:
     yield "lakeckpt_wait_seconds_total", one.wait_s
 
 
-def _of_newest(one: RunCounters, now_s: float) -> Iterator[tuple[str, float]]:
-    yield "lakeckpt_step", one.step
-    yield "lakeckpt_commit_age_seconds", max(0.0, now_s - one.committed_s)  # clocks of nodes differ
-    yield "lakeckpt_commit_age_steps", one.step - one.committed_step
+def _of_newest(one: RunCounters, now_s: float) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    yield "lakeckpt_step", (), one.step
+    yield "lakeckpt_commit_age_seconds", (), max(0.0, now_s - one.committed_s)  # clocks of nodes differ
+    yield "lakeckpt_commit_age_steps", (), one.step - one.committed_step
+    for waits in one.waits():
+        yield "lakeckpt_site_wait_seconds", (waits.site,), waits.median_s
+        yield "lakeckpt_site_captured_ratio", (waits.site,), waits.share
 
 
 def _of_run(one: RunCounters) -> Iterator[tuple[str, tuple[str, ...], float]]:

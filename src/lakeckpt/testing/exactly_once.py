@@ -19,7 +19,6 @@ from functools import partial
 from typing import Literal
 
 from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing.attempts import Attempt, Topology, TopologyLike, count, script
 from lakeckpt.testing.job import Job, MakeLoader, Saved, Step
@@ -134,8 +133,6 @@ class _Law:
         self.steps = 0
         """Steps of an epoch (of an endless stream: of two), on the topology that has the most."""
         probe = Job(make_loader, first, None, Observed(), key=key, truth=None)
-        if isinstance(probe.dataset, MixedDataset):
-            raise ConfigError("the law is of loaders of one dataset, got one of a mixture: check each source by itself")
         self._in_order = probe.tracked
         if probe.keys.comparable:
             self._truth = _truth_of(probe.dataset, probe.keys, expected)

@@ -20,6 +20,7 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import State
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.loader import LakeLoader
+from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing.attempts import Topology
 from lakeckpt.testing.observed import Observed, Violation
@@ -247,6 +248,8 @@ class Job:
 
 def _dataset_of(loader: Any) -> LakeDataset:
     found = loader if isinstance(loader, LakeDataset) else getattr(loader, "dataset", None)
+    if isinstance(found, MixedDataset):
+        raise ConfigError("the law is of loaders of one dataset, got one of a mixture: check each source by itself")
     if not isinstance(found, LakeDataset):
         raise ConfigError(
             "make_loader(rank, world_size, num_workers, **options) must return a LakeLoader, a LakeDataset, or a "

@@ -2,7 +2,7 @@
 
 Anything with ``state_dict`` and ``load_state_dict`` can be checkpointed. What also has the three other members of
 `TrackedReader` is a tracked reader: its state is taken as of a receipt, must agree on all ranks, and its consumption
-enters the ledger. A `lakeckpt.LakeLoader` has these members on objects of its own, its ``_readers`` (`readers_of`).
+enters the ledger. A `lakeckpt.LakeLoader` has these members on an object of its own, its ``_reader`` (`reader_of`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from lakeckpt.core.read_ahead import Given
-from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import State
+from lakeckpt.core.streams.mixed_batches import AnyReceipt
 
 __all__ = [
     "Delivered",
@@ -21,8 +21,9 @@ __all__ = [
     "TrackedReader",
     "VersionedReader",
     "index_of",
-    "readers_of",
+    "reader_of",
     "selection_of",
+    "tables_of",
     "versions_of",
 ]
 
@@ -35,7 +36,7 @@ class TrackedReader(Protocol):
     changed after it was handed out.
     """
 
-    def state_dict(self, at: Receipt | None = None) -> dict[str, Any]:
+    def state_dict(self, at: AnyReceipt | None = None) -> dict[str, Any]:
         """The state when all up to ``at`` had been consumed (None: all that was delivered)."""
         ...
 
@@ -44,15 +45,15 @@ class TrackedReader(Protocol):
         ...
 
     @property
-    def last_receipt(self) -> Receipt | None:
+    def last_receipt(self) -> AnyReceipt | None:
         """The receipt of what was delivered last; None where nothing was since the state was loaded."""
         ...
 
-    def mark(self, at: Receipt | None = None) -> None:
+    def mark(self, at: AnyReceipt | None = None) -> None:
         """Remember the frontier of ``at`` (None: of all that was delivered): a checkpoint has recorded it."""
         ...
 
-    def stretches(self, at: Receipt | None = None) -> Sequence[tuple[State, State]]:
+    def stretches(self, at: AnyReceipt | None = None) -> Sequence[tuple[State, State]]:
         """What was consumed from the mark (or from where the state was loaded) up to ``at``, as pairs of states.
 
         Each pair is of one order and one epoch (or one endless stream), in the order of consumption.
@@ -60,12 +61,18 @@ class TrackedReader(Protocol):
         ...
 
 
-def readers_of(one: Any) -> Mapping[str, Any]:
-    """Return the tracked readers that ``one`` keeps for managers, by what is added to its name; itself where it keeps
-    none. A loader of a mixture keeps one for each source."""
-    found = getattr(one, "_readers", None)
-    is_kept = isinstance(found, Mapping) and all(isinstance(each, TrackedReader) for each in found.values())
-    return found if is_kept and found else {"": one}
+def reader_of(one: Any) -> Any:
+    """Return the tracked reader that ``one`` keeps for managers, as a `lakeckpt.LakeLoader` does; else itself."""
+    found = getattr(one, "_reader", None)
+    return found if isinstance(found, TrackedReader) else one
+
+
+def tables_of(readers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what reads one table each, by name: each of ``readers``, or of a mixture its sources, as "name.source"."""
+    found: dict[str, Any] = {}
+    for name, one in readers.items():
+        found |= {f"{name}.{source}": table for source, table in getattr(one, "tables", {"": one}).items()}
+    return {name.removesuffix("."): one for name, one in found.items()}
 
 
 @runtime_checkable
@@ -84,7 +91,8 @@ class StartingReader(Protocol):
 
 @runtime_checkable
 class VersionedReader(Protocol):
-    """A tracked reader of a table that has versions, as one rank sees it. Called by the training thread only."""
+    """What reads a table that has versions: a tracked reader, or a source of a mixture. Called by the training thread
+    only."""
 
     @property
     def versions(self) -> Sequence[Any]:
@@ -106,16 +114,14 @@ class VersionedReader(Protocol):
         """Read the version that ``index`` pins; a state is loaded next. Returns what undoes it."""
         ...
 
-    def next_epoch(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of the start of the epoch after that of ``state``, at the version at hand."""
-        ...
-
 
 def versions_of(reader: object) -> list[tuple[Any, Any | None]]:
     """(index, row selection or None) of each table version that ``reader`` reads; empty if it names none. A version
     has two selections if a filter chooses the documents that are packed."""
     if isinstance(reader, VersionedReader):
         return [(one.table.index, found) for one in reader.versions for found in one.selections]
+    if (tables := getattr(reader, "tables", None)) is not None:
+        return [one for table in tables.values() for one in versions_of(table)]
     index = index_of(reader)
     return [] if index is None else [(index, selection_of(reader))]
 
@@ -155,11 +161,13 @@ class DeliveringReader(Protocol):
         """What it has delivered."""
         ...
 
-    def receipt_of(self, number: int, /) -> Receipt:
+    def receipt_of(self, number: int, /) -> AnyReceipt:
         """The receipt of a recent batch by its `Receipt.number`; raises `StateError` where it is none."""
         ...
 
 
 def index_of(reader: object) -> Any | None:
-    """The footer index of the table that ``reader`` reads (with ``digest`` and ``dumps()``), where it names one."""
+    """The footer index of the table that ``reader`` reads (with ``digest`` and ``dumps()``), if it names one; of a
+    mixture, that of its first source."""
+    reader = next(iter(getattr(reader, "tables", {}).values()), reader)
     return getattr(getattr(reader, "table", None), "index", None)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.streams.mixed_batches import AnyReceipt
 
 __all__ = ["Frontier", "Run", "StepRecord", "StepRecorder", "frontier_after"]
 
@@ -29,7 +29,7 @@ class Frontier(NamedTuple):
     step: int
 
 
-def frontier_after(receipt: Receipt) -> Frontier:
+def frontier_after(receipt: AnyReceipt) -> Frontier:
     """Return the frontier when all up to ``receipt`` has been consumed."""
     return Frontier(receipt.epoch, receipt.step + 1)
 

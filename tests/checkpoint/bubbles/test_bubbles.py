@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lakeckpt.checkpoint.bubbles import watch
-from lakeckpt.checkpoint.bubbles.profile import BUBBLES, ProfileKeeper, read_profiles, shares
 from lakeckpt.checkpoint.bubbles.watch import Bubbles
-from lakeckpt.errors import ConfigError, SaveWarning, StorageError
-from lakeckpt.lake.storage.open import open_storage
-from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.cli.explore.facts import facts_of
+from lakeckpt.errors import ConfigError
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.metrics import read
+from tests.checkpoint.bubbles.moved import bubble_share, moved_bytes, urgent_bytes
 from tests.checkpoint.rig import MemoryStorage, manager, train_step, training
 from tests.patience import PATIENCE_S
 
@@ -60,16 +59,6 @@ def test_what_cannot_be_watched_is_refused(what: object) -> None:
         Bubbles().watch(what)
 
 
-def test_the_last_iterations_are_saved_beside_a_run(tmp_path: Path) -> None:
-    bubbles = Bubbles()
-    for step in range(3):
-        bubbles.gate.cut(step)
-    storage = open_storage(tmp_path)
-    bubbles.kept(storage, attempt=1, exchange=Exchange()).end()
-    (profile,) = read_profiles(storage)
-    assert [one.step for one in profile.records] == [0, 1]
-
-
 def test_captures_of_a_manager_move_while_the_rank_is_idle(tmp_path: Path) -> None:
     bubbles, objects, storage = Bubbles(), training(), MemoryStorage()
     with manager(storage, objects, capture_every=1, arenas=tmp_path, bubbles=bubbles, timeout_s=PATIENCE_S) as saver:
@@ -86,52 +75,39 @@ def test_captures_of_a_manager_move_while_the_rank_is_idle(tmp_path: Path) -> No
         saver.step()
         train_step(objects)  # nothing is idle: all moves at the fence
         saver.step()
-    (profile,) = read_profiles(storage)
-    moved = {one.step: one for one in profile.records}
-    assert all(shares([moved[step]]).bubble_share == 1.0 for step in (2, 3))
-    assert shares([moved[4]]).urgent_bytes == shares([moved[4]]).moved_bytes == shares([moved[3]]).moved_bytes > 0
+    moved = {one.step: [one] for one in bubbles.gate.records()}
+    assert all(bubble_share(moved[step]) == 1.0 for step in (2, 3))
+    assert urgent_bytes(moved[4]) == moved_bytes(moved[4]) == moved_bytes(moved[3]) > 0
 
 
-def test_a_profile_that_cannot_be_written_does_not_end_a_job() -> None:
-    class Full(MemoryStorage):
-        def put(self, path: str, chunks: Any) -> int:
-            if path.startswith(BUBBLES):
-                raise StorageError("no more")
-            return super().put(path, chunks)
-
-    saver = manager(Full(), training(), bubbles=Bubbles())
-    saver.restore()
-    with pytest.warns(SaveWarning, match="no more"):
-        saver.close()
-
-
-def test_what_a_run_that_goes_on_was_like_is_written_again_and_again_until_it_ends() -> None:
-    written: list[int] = []
-    thrice = threading.Event()
-
-    def write() -> None:
-        written.append(threading.get_ident())
-        if len(written) == 2:
-            raise StorageError("this time it cannot be")
-        if len(written) == 3:
-            thrice.set()
-
-    keeper = ProfileKeeper(write, "rank 0", every_s=0.0)
-    keeper.begin()
-    assert thrice.wait(PATIENCE_S)
-    keeper.end()
-    assert written[-1] == threading.get_ident() and written[0] != written[-1]
-    assert not keeper._thread.is_alive()
+def test_a_checkpoint_records_the_waits_and_metrics_and_the_page_of_the_run_have_them(tmp_path: Path) -> None:
+    bubbles, objects, run = Bubbles(), training(), LocalStorage(tmp_path / "run")
+    committed: list[CheckpointInfo] = []
+    how = {"capture_every": 1, "arenas": tmp_path / "arenas", "timeout_s": PATIENCE_S, "on_save": committed.append}
+    with manager(run, objects, bubbles=bubbles, **how) as saver:
+        saver.restore()
+        for _ in range(4):
+            train_step(objects)
+            saver.step()
+            with bubbles.idle("the test"):
+                saver._saves._engine._idle()  # type: ignore[union-attr]
+        saver.save()
+        (waits,) = committed[-1].waits
+        assert (waits.site, waits.kind) == ("the test", "bubble") and waits.median_s > 0 and 0 < waits.share <= 1
+        for metric in ("site_wait_seconds", "site_captured_ratio"):  # other runs of this process may have a name
+            (found,) = (one for name, one in read().items() if metric in name and name.endswith("/the test"))
+            assert found > 0
+    assert facts_of(run, "run", newest_steps=0)["waits"][0]["site"] == "the test"
+    assert CheckpointInfo.of(read_history(run).tip).waits == committed[-1].waits  # type: ignore[arg-type]
 
 
-def test_a_profile_of_a_run_that_was_not_closed_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "ProfileKeeper", partial(ProfileKeeper, every_s=0.0))
-    bubbles, storage = Bubbles(), MemoryStorage()
-    saver = manager(storage, training(), bubbles=bubbles)
-    saver.restore()
-    with storage.changed:
-        assert storage.changed.wait_for(lambda: any(path.startswith(BUBBLES) for path in storage.objects), PATIENCE_S)
-    saver.close()
+def test_without_bubbles_no_waits_are_recorded(tmp_path: Path) -> None:
+    storage, objects = MemoryStorage(), training()
+    with manager(storage, objects, capture_every=1, arenas=tmp_path, timeout_s=PATIENCE_S) as saver:
+        saver.restore()
+        train_step(objects)
+        saver.step()
+        assert saver.save().waits == ()
 
 
 def test_a_cpu_is_what_is_watched_unless_a_gpu_is_named() -> None:

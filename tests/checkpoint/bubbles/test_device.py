@@ -8,7 +8,7 @@ import pytest
 
 from lakeckpt.checkpoint.bubbles.device import DeviceGate
 from lakeckpt.checkpoint.bubbles.policy import BubblePolicy, IdleWindow
-from lakeckpt.checkpoint.bubbles.profile import shares
+from tests.checkpoint.bubbles.moved import bubble_share, urgent_bytes
 from tests.patience import PATIENCE_S
 
 
@@ -147,7 +147,7 @@ def test_iterations_are_told_in_the_time_of_the_host(gate: DeviceGate, device: D
         ("gap 0", 9.0, 13.0),
         ("gap 1", 14.0, 14.5),
     ]
-    assert shares([record]).bubble_share == 1.0 and shares([record]).urgent_bytes == 7
+    assert bubble_share([record]) == 1.0 and urgent_bytes([record]) == 7
 
 
 def test_a_window_is_foreseen_where_it_was_most_of_the_time(gate: DeviceGate, device: Device) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
-from lakeckpt.checkpoint.bubbles.profile import shares
 from lakeckpt.checkpoint.bubbles.watch import watch_data
+from tests.checkpoint.bubbles.moved import bubble_share, urgent_bytes
 from tests.patience import PATIENCE_S
 
 
@@ -139,7 +139,7 @@ def test_a_slice_that_does_not_fit_waits_for_the_fence(gate: BubbleGate) -> None
     copier.wait()
     gate.moved(11, 0.0, 1.0)
     gate.cut(4)
-    assert shares(gate.records()[-1:]).urgent_bytes == 11
+    assert urgent_bytes(gate.records()[-1:]) == 11
 
 
 def test_what_the_fence_copied_itself_is_told_and_is_no_measure_of_rates(gate: BubbleGate) -> None:
@@ -148,7 +148,7 @@ def test_what_the_fence_copied_itself_is_told_and_is_no_measure_of_rates(gate: B
     gate.fenced(5, 2.0, 1000.0)
     assert gate._policy.rate.seconds(1) == 1.0
     gate.cut(4)
-    assert shares(gate.records()[-1:]).urgent_bytes == 5
+    assert urgent_bytes(gate.records()[-1:]) == 5
 
 
 def test_a_fence_that_tells_nobody_is_noticed_all_the_same() -> None:
@@ -171,7 +171,7 @@ def test_what_happened_is_kept_by_iteration(gate: BubbleGate, clock: Clock) -> N
     record = gate.records()[-1]
     assert (record.step, record.end_s - record.begin_s) == (3, 5.0)
     assert [(one.site, one.end_s - one.begin_s) for one in record.windows] == [("gap 0", 4.0)]
-    assert shares([record]).bubble_share == 1.0
+    assert bubble_share([record]) == 1.0
 
 
 def test_records_and_windows_are_bounded(clock: Clock) -> None:

@@ -10,7 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lakeckpt.checkpoint.bubbles.policy import BOLD, CAUTIOUS, MOST_OF_A_SITE, USUAL, BubblePolicy, IdleWindow, Kind
-from lakeckpt.checkpoint.bubbles.profile import IterationRecord, MovedSlice, shares
+from lakeckpt.checkpoint.bubbles.record import IterationRecord, MovedSlice, waits_of
+from tests.checkpoint.bubbles.moved import bubble_share, moved_bytes
 
 Gap = tuple[float, float]
 """Computation before the bubble, and the bubble, in seconds."""
@@ -109,7 +110,7 @@ def test_slices_fill_a_bubble_up_to_the_last_that_fits() -> None:
     rank.capture(10)
     rank.iteration([(10.0, 3.5)])
     assert len(rank.slices) == 3
-    assert shares([rank.record()]).bubble_share == 1.0
+    assert bubble_share([rank.record()]) == 1.0
 
 
 def test_what_one_bubble_does_not_hold_is_carried_to_the_next() -> None:
@@ -118,7 +119,7 @@ def test_what_one_bubble_does_not_hold_is_carried_to_the_next() -> None:
     rank.capture(5)
     rank.iteration(gaps)
     assert rank.left == 0
-    assert shares([rank.record()]).bubble_share == 1.0
+    assert bubble_share([rank.record()]) == 1.0
 
 
 def test_a_bubble_shorter_than_a_slice_is_left_alone() -> None:
@@ -240,7 +241,7 @@ def test_after_an_iteration_with_an_evaluation_all_that_bubbles_hold_moves_in_th
         rank.capture(size)
         rank.iteration(gaps, evaluates=[(1.0, 7.0)] * 40 if number in (2, 5) else [])
         assert rank.left == 0, f"iteration {number}"
-    assert shares([rank.record()]).bubble_share == 1.0
+    assert bubble_share([rank.record()]) == 1.0
 
 
 @pytest.mark.parametrize("size", [1, 5, 8])
@@ -253,7 +254,7 @@ def test_where_two_kinds_of_iterations_take_turns_all_that_bubbles_hold_moves_in
         else:
             rank.iteration([(5.0, 40.0)], site="rollout")
         assert rank.left == 0, f"iteration {number}"
-    assert shares([rank.record()]).bubble_share == 1.0
+    assert bubble_share([rank.record()]) == 1.0
 
 
 def test_a_slice_of_a_capture_that_was_given_up_does_not_shorten_the_windows_that_come() -> None:
@@ -341,7 +342,7 @@ def test_all_that_can_move_in_bubbles_does_even_where_there_is_free_time() -> No
     rank.capture(8)
     rank.iteration(gaps)
     assert rank.left == 0
-    assert shares([rank.record()]).bubble_share == 1.0
+    assert bubble_share([rank.record()]) == 1.0
 
 
 def test_what_the_bubbles_ahead_do_not_hold_goes_into_free_time_and_no_more() -> None:
@@ -349,9 +350,10 @@ def test_what_the_bubbles_ahead_do_not_hold_goes_into_free_time_and_no_more() ->
     rank = learnt(gaps, free=True)
     rank.capture(7)
     rank.iteration(gaps)
-    found = shares([rank.record()])
+    waits, moved = waits_of([rank.record()]), moved_bytes([rank.record()])
+    found = {kind: moved * sum(one.share for one in waits if one.kind == kind) for kind in ("bubble", "free")}
     assert rank.left == 0
-    assert (found.bubble_bytes, found.free_bytes) == (pytest.approx(4.0), pytest.approx(3.0))
+    assert found == {"bubble": pytest.approx(4.0), "free": pytest.approx(3.0)}
 
 
 def test_the_same_site_again_in_one_iteration_is_another_one() -> None:

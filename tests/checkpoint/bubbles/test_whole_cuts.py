@@ -9,8 +9,8 @@ from typing import Any
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
-from lakeckpt.checkpoint.bubbles.profile import shares
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from tests.checkpoint.bubbles.moved import moved_bytes, urgent_bytes
 from tests.checkpoint.capturing.reading import CUT, IDENTITY
 from tests.checkpoint.capturing.stamped import Stamped, Stamper, check_stamps
 from tests.patience import PATIENCE_S
@@ -52,6 +52,6 @@ def test_cuts_that_move_partly_in_bubbles_are_of_one_step(tmp_path: Path) -> Non
             (arena,) = folder.found()
             with folder.open(arena.name) as opened:
                 assert check_stamps(opened)[0] == step
-    moved = shares(gate.records())
-    assert 0 < moved.urgent_bytes < moved.moved_bytes, "some moved in bubbles, and some at the fence"
+    records = gate.records()
+    assert 0 < urgent_bytes(records) < moved_bytes(records), "some moved in bubbles, and some at the fence"
     engine.close()

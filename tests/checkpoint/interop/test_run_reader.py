@@ -131,7 +131,9 @@ def test_the_checkpoint_of_a_step_and_of_another_run_can_be_named(tmp_path: Path
         assert live["n"]["value"] == value
     load(live, RunReader(tmp_path / "one", step=2), checkpoint_id=tmp_path / "two")
     assert live["n"]["value"] == 21.0
-    with pytest.raises(CheckpointNotFound, match=r"no checkpoint of step 9. The steps that can be loaded are 1, 2, 3"):
+    with pytest.raises(
+        CheckpointNotFound, match=r"no checkpoint of step 9 that .* The steps that can be loaded are 1, 2, 3"
+    ):
         RunReader(tmp_path / "one", step=9)
     with pytest.raises(CheckpointNotFound, match="there is no run at"):
         RunReader(tmp_path / "none")
@@ -154,7 +156,7 @@ def test_damage_is_refused_when_it_is_read_and_an_older_checkpoint_is_chosen_whe
         load(live, RunReader(storage))
     assert not live["n"]["value"].any()
     storage.objects[path] = good
-    part = sorted(path for path in storage.objects if path.startswith("parts/"))[-1]
+    part = sorted(path for path in storage.objects if path.endswith("00000.lkc"))[-1]
     storage.objects[part] = storage.objects[part][:-1]
     with pytest.warns(DamageWarning):
         load(live, RunReader(storage))

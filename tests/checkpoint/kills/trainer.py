@@ -25,7 +25,6 @@ from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent import link
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.bubbles.profile import ProfileKeeper
 from lakeckpt.checkpoint.capture import job, moves
 from lakeckpt.errors import AgentError, MissingRanksError, SaveFailed
 from lakeckpt.tracking.exchange import exchange_of_group
@@ -85,12 +84,6 @@ class Watched:
 
     def __init__(self) -> None:
         self.gate = HalfShut()
-
-    def kept(self, *_: object, **__: object) -> ProfileKeeper:
-        """Nothing was watched, and nothing is written of it."""
-        keeper = ProfileKeeper(lambda: None, "nobody")
-        keeper.begin()
-        return keeper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -54,6 +55,16 @@ class _Child:
     orders: Connection
     outcomes: Connection
     is_ready: bool = False
+    looked_s: float = 0.0
+    """When `has_ended` asked the system last."""
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended, as of the last second: each question is a call of the system, which
+        releases the interpreter's lock. The end of the pipe shows an end at once."""
+        if time.monotonic() - self.looked_s < _LOOK_S:
+            return False
+        self.looked_s = time.monotonic()
+        return self.process.poll() is not None
 
     def hang_up(self) -> None:
         """Close the pipes."""
@@ -140,7 +151,7 @@ class AgentLink:
         waiter = SystemWaiter()
         until_s = waiter.now() + _BYE_S
         while self._unsent and (child := self._child) is not None and (left_s := until_s - waiter.now()) > 0:
-            _has_room(child.orders, left_s)
+            _can(child.orders, select.POLLOUT, left_s)
             self._look()
         self._end()
 
@@ -200,10 +211,10 @@ class AgentLink:
         child = self._child
         if child is None or os.getpid() != self._process:
             return
-        has_ended = child.process.poll() is not None  # before the last bytes are read
+        has_ended = child.has_ended()  # before the last bytes are read
         self._flush()
         try:
-            while child.outcomes.poll():
+            while _can(child.outcomes, select.POLLIN):
                 self._receive(child, message_from_bytes(child.outcomes.recv_bytes()))
         except EOFError:
             has_ended = True
@@ -260,15 +271,15 @@ class AgentLink:
         """Send as much as the agent takes now: an agent that takes nothing does not block training."""
         with contextlib.suppress(OSError):  # `_look` finds that the agent is gone
             while (child := self._child) is not None and self._unsent and os.getpid() == self._process:
-                if not _has_room(child.orders, 0):
+                if not _can(child.orders, select.POLLOUT):
                     return
                 child.orders.send_bytes(message_to_bytes(self._unsent.popleft()))
 
 
-def _has_room(pipe: Connection, timeout_s: float) -> bool:
-    """Wait until a pipe takes a message, at most ``timeout_s``. Returns whether it does."""
+def _can(pipe: Connection, what: int, timeout_s: float = 0.0) -> bool:
+    """Wait until a pipe can be read or written, at most ``timeout_s``. Returns whether it can."""
     waits = select.poll()  # ``select`` refuses descriptors above 1023
-    waits.register(pipe, select.POLLOUT)
+    waits.register(pipe, what)
     return bool(waits.poll(1000 * timeout_s))
 
 

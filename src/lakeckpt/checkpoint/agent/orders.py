@@ -13,6 +13,7 @@ from typing import Any
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.format.fields import fields_of
+from lakeckpt.checkpoint.format.parts import SiteWaits
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.errors import AgentError
@@ -67,12 +68,14 @@ class Order:
     """Persist the complete generation of ``step``.
 
     ``number``: how many orders the attempt gave before. ``failure``: why this rank has not captured the cut
-    (`lakeckpt.tracking.notes.error_to_text`), for the other ranks; empty where it has captured the cut.
+    (`lakeckpt.tracking.notes.error_to_text`), for the other ranks; empty where it has captured the cut. ``waits``: this
+    rank's, to be recorded.
     """
 
     step: int
     number: int
     metric: float | None = None
+    waits: tuple[SiteWaits, ...] = ()
     failure: str = ""
 
 
@@ -97,7 +100,7 @@ class Outcome:
     """The result of an order: a commit in ``slot``, or ``kind`` and ``text`` of an error.
 
     ``text`` of a commit: why old checkpoints could not be removed after the commit. ``lost``: which files of the run
-    are gone.
+    are gone. ``waits``: those of the job.
     """
 
     step: int
@@ -108,6 +111,7 @@ class Outcome:
     kind: str = ""
     text: str = ""
     lost: str = ""
+    waits: tuple[SiteWaits, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -312,6 +312,7 @@ class Persister:
                 took_s=took_s,
                 text=self._publisher.remarks.unpruned,
                 lost=self._publisher.remarks.lost,
+                waits=found.waits,
             )
         else:
             kind = found.kind if isinstance(found, LakeckptError) else SaveFailed.kind
@@ -367,5 +368,6 @@ def _staged(contents: Contents, order: Order) -> StagedCut:
         staged=Staged(tensors=tensors, trees=trees),
         readers={name: pending_from_bytes(data) for name, data in contents.documents.readers.items()},
         metric=order.metric,
+        waits=order.waits,
         intact=contents.verify,
     )

@@ -24,7 +24,7 @@ import torch
 
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
 from lakeckpt.checkpoint.bubbles.policy import MOST_OF_A_SITE, IdleWindow, Kind
-from lakeckpt.checkpoint.bubbles.profile import IterationRecord, MovedSlice
+from lakeckpt.checkpoint.bubbles.record import IterationRecord, MovedSlice
 
 __all__ = ["CudaMarks", "DeviceGate"]
 

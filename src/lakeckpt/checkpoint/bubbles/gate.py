@@ -2,7 +2,7 @@
 
 The copier asks its gate before each slice, and reports to it afterwards. For a `BubbleGate`, the training thread, or a
 hook that watches it, reports when it begins to wait and when it goes on. The copier is blocked until the policy admits
-the slice or the fence has come. The gate keeps a record of the last iterations for reports.
+the slice or the fence has come. The gate keeps a record of the last iterations, for `Gate.waits`.
 
 Gates start no threads, copy nothing, and never decide which bytes are copied. The methods that the training thread
 calls take a few microseconds, and never wait for the copier. The module never imports torch.
@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lakeckpt.checkpoint.bubbles.policy import BubblePolicy, IdleWindow, Kind
-from lakeckpt.checkpoint.bubbles.profile import IterationRecord, MovedSlice
+from lakeckpt.checkpoint.bubbles.record import IterationRecord, MovedSlice, waits_of
+from lakeckpt.checkpoint.format.parts import SiteWaits
 
 __all__ = ["BubbleGate", "Gate"]
 
-_KEEP_ITERATIONS = 32
+_KEEP_ITERATIONS = 8
 _MOST = 4096
 """Limit on the windows and slices kept of one iteration: a loop without cuts must not fill the memory."""
 _LOOK_AGAIN_S = 0.1
@@ -58,6 +59,10 @@ class Gate:
 
     def fenced(self, size_bytes: int, begin_s: float, end_s: float, /) -> None:
         """Record that the fence copied a slice itself, or queued its copy, because it was not admitted in time."""
+
+    def waits(self) -> tuple[SiteWaits, ...]:
+        """Return the last waits of this rank by site; none if the gate records nothing. Any thread may call it."""
+        return ()
 
 
 class BubbleGate(Gate):
@@ -169,6 +174,10 @@ class BubbleGate(Gate):
         """Return the last iterations that are over, the oldest first."""
         with self._changed:
             return tuple(self._records)
+
+    def waits(self) -> tuple[SiteWaits, ...]:
+        """See `Gate`."""
+        return waits_of(self.records())
 
     def _keep(self, window: IdleWindow | None) -> None:
         if window is not None and len(self._windows) < _MOST:

@@ -31,8 +31,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from lakeckpt.wire.documents import as_row
-
 __all__ = [
     "BOLD",
     "CAUTIOUS",
@@ -60,7 +58,6 @@ _JUST = 0.25
 """A window that closes within this part of a slice's time after the slice may have waited for it."""
 
 
-@as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdleWindow:
     """An idle window [begin_s, end_s) at ``site``."""

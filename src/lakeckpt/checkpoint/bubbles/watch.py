@@ -1,8 +1,7 @@
 """This module finds the idle windows of a training script: `Bubbles` watches the objects for which the script waits.
 
 `Bubbles.watch` takes a pipeline schedule, a model under DDP, any model on a GPU, or a loader. A script reports other
-waits with ``with bubbles.idle("site"):``. The training thread makes all calls. `Bubbles.kept` starts the thread that
-writes the profile; the manager stops it.
+waits with ``with bubbles.idle("site"):``. The training thread makes all calls. The module starts no threads.
 """
 
 from __future__ import annotations
@@ -17,10 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lakeckpt.checkpoint.bubbles.device import CudaMarks, DeviceGate
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
-from lakeckpt.checkpoint.bubbles.profile import BubbleProfile, ProfileKeeper, save_profile
 from lakeckpt.errors import ConfigError
-from lakeckpt.lake.storage.base import Storage
-from lakeckpt.tracking.exchange import Exchange
 
 __all__ = ["Bubbles", "watch_data"]
 
@@ -66,18 +62,6 @@ class Bubbles:
     def idle(self, site: str) -> AbstractContextManager[None]:
         """Report that the rank waits while the block runs; ``site`` names what it waits for."""
         return self.gate.idle(site)
-
-    def kept(self, storage: Storage, *, attempt: int, exchange: Exchange) -> ProfileKeeper:
-        """Write the last iterations beside the checkpoints of a run, once a minute until the keeper is ended."""
-        rank, world_size = exchange.rank, exchange.world_size
-
-        def write() -> None:
-            records = self.gate.records()
-            save_profile(storage, BubbleProfile(attempt=attempt, rank=rank, world_size=world_size, records=records))
-
-        keeper = ProfileKeeper(write, f"rank {rank}")
-        keeper.begin()
-        return keeper
 
     def _watch_module(self, module: torch.nn.Module, how: dict[str, Any]) -> None:
         from lakeckpt.checkpoint.bubbles.collectives import watch_ddp, watch_forward

@@ -39,6 +39,7 @@ from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
+from lakeckpt.checkpoint.format.parts import SiteWaits
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import CaptureWarning, ConfigError, LakeckptError, SaveFailed
 
@@ -207,6 +208,10 @@ class CaptureEngine:
         with suppress(ValueError):
             self._failures.remove((step, failure))
         return True, _error_of(step, failure)
+
+    def waits(self) -> tuple[SiteWaits, ...]:
+        """Return how long this rank waited, and how much of its captures moved meanwhile."""
+        return self._gate.waits()
 
     def close(self) -> None:
         """Finish the capture under way and release everything. The arena stays: the agent removes it."""

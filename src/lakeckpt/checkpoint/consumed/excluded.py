@@ -36,7 +36,6 @@ def with_excluded(
         found: _Excluded = from_plain(_Excluded, unpack(data, what="a report"), "the excluded rows of a rank")
         for name, each in found.items():
             every[name] += [one for one in each if after < one.step <= upto and one not in every[name]]
-    return {
-        name: replace(record, excluded=tuple(sorted(every[name], key=lambda one: (one.step, one.rank))))
-        for name, record in readers.items()
-    }
+    for of_reader in every.values():
+        of_reader.sort(key=lambda one: (one.step, one.rank, one.source or ""))
+    return {name: replace(record, excluded=tuple(every[name])) for name, record in readers.items()}

@@ -10,7 +10,7 @@ The values are pure, and can be written as documents. The module never imports t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
@@ -20,7 +20,15 @@ from lakeckpt.tracking.steps import StepRecord
 from lakeckpt.wire.documents import from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["PendingRecord", "joined", "pending_from_bytes", "pending_to_bytes", "since", "weakest"]
+__all__ = [
+    "PendingRecord",
+    "announced_bases",
+    "basis_of_others",
+    "joined",
+    "pending_from_bytes",
+    "pending_to_bytes",
+    "since",
+]
 
 _KIND, _VERSION = "pending", (1, 0)
 
@@ -58,10 +66,25 @@ def since(pending: Sequence[PendingRecord], recorded: int) -> tuple[PendingRecor
     return left
 
 
-def weakest(pending: Sequence[PendingRecord]) -> tuple[Basis, str]:
+def _weakest(pending: Sequence[PendingRecord]) -> tuple[Basis, str]:
     """Return the weakest basis on which the rows of ``pending`` count as used, and the reason if it is "suspected"."""
     bases = [(stretch.basis, stretch.reason) for one in pending for stretch in one.record.stretches]
     return max(bases, key=lambda basis: BASES.index(basis[0]), default=("stated", ""))
+
+
+def announced_bases(readers: Mapping[str, Sequence[PendingRecord]]) -> dict[str, str]:
+    """Return, by reader, how a rank knows that its rows were used, if its training loop did not state it: what the rank
+    announces to the rank that commits."""
+    found = {name: _weakest(pending) for name, pending in readers.items()}
+    return {f"{name!r} is {basis}": reason for name, (basis, reason) in found.items() if basis != "stated"}
+
+
+def basis_of_others(reader: str, announced: Mapping[str, str]) -> tuple[Basis, str]:
+    """Return the weakest basis of ``reader`` that ranks have ``announced`` (`announced_bases`)."""
+    for basis in reversed(BASES):
+        if f"{reader!r} is {basis}" in announced:
+            return basis, announced[f"{reader!r} is {basis}"]
+    return "stated", ""
 
 
 def joined(pending: Sequence[PendingRecord], *, others: tuple[Basis, str] = ("stated", "")) -> ReaderRecord:

@@ -19,9 +19,8 @@ from lakeckpt.checkpoint.format.manifest import Excluded, ReaderRecord, Stretch
 from lakeckpt.core.consumption import consumption
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.read_ahead import Basis, Given, ReadAhead
-from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import State, depends_on_data
-from lakeckpt.core.streams.mixed_batches import MixedReceipt
+from lakeckpt.core.streams.mixed_batches import AnyReceipt, MixedReceipt
 from lakeckpt.errors import ConfigError, StateError
 from lakeckpt.tracking.readers import DeliveringReader, TrackedReader, index_of, versions_of
 from lakeckpt.tracking.steps import Frontier, StepRecorder, frontier_after
@@ -49,8 +48,8 @@ class ReaderTrack:
         self._recorded: Mapping[str, Any] = reader.state_dict()
         self._recorder = StepRecorder()
         self._frontier: Frontier | None = None
-        self._at: Receipt | None = None  # the last receipt that was consumed since the mark; None: nothing was
-        self._skipped: list[Receipt] = []  # what trains nothing, and no step has consumed yet
+        self._at: AnyReceipt | None = None  # the last receipt that was consumed since the mark; None: nothing was
+        self._skipped: list[AnyReceipt] = []  # what trains nothing, and no step has consumed yet
         self._excluded: list[Excluded] = []  # what trained nothing, and was not handed over
         self.delivered = 0
         """How many batches (or rows) the reader had delivered at the last step, if it counts them."""
@@ -63,7 +62,7 @@ class ReaderTrack:
         self.delivered += 0 if given is None else given.batches
         return given
 
-    def cut(self, step: int, consumed: Receipt | None, *, is_stated: bool, given: Given | None) -> str:
+    def cut(self, step: int, consumed: AnyReceipt | None, *, is_stated: bool, given: Given | None) -> str:
         """Record that optimizer step ``step`` is done, and has used all deliveries up to ``consumed``.
 
         With ``is_stated``, None means that the user named only other readers, and that this step used nothing more of
@@ -85,7 +84,7 @@ class ReaderTrack:
             self._exclude_skipped(step, self._frontier)
         return "" if known else self._ahead.reason
 
-    def skip(self, receipt: Receipt) -> None:
+    def skip(self, receipt: AnyReceipt) -> None:
         """Note that the loop trains nothing on what ``receipt`` names, which no step has consumed yet."""
         used, last = self._frontier, self.reader.last_receipt
         if used is not None and last is not None and frontier_after(receipt) <= used <= frontier_after(last):
@@ -101,12 +100,17 @@ class ReaderTrack:
         done = [one for one in self._skipped if frontier_after(one) <= upto]
         self._skipped = [one for one in self._skipped if one not in done]
         for one in done:
-            spans: dict[int, list[tuple[int, int]]] = {}
-            for span in one.spans:
-                spans.setdefault(span.epoch, []).append((span.start, span.stop))
-            positions = {epoch: Intervals.of(sorted(each)) for epoch, each in spans.items()}
-            if positions:
-                self._excluded.append(Excluded(rank=one.rank, step=step, reason="trainer", positions=positions))
+            sources = one.spans if isinstance(one, MixedReceipt) else (("", one.spans),)
+            for source, spans in sources:
+                found: dict[int, list[tuple[int, int]]] = {}
+                for span in spans:
+                    found.setdefault(span.epoch, []).append((span.start, span.stop))
+                positions = {epoch: Intervals.of(sorted(each)) for epoch, each in found.items()}
+                if positions:
+                    excluded = Excluded(
+                        rank=one.rank, step=step, reason="trainer", positions=positions, source=source or None
+                    )
+                    self._excluded.append(excluded)
 
     def check_owned(self) -> None:
         """Refuse to count for a reader that another manager tracks since."""
@@ -118,7 +122,7 @@ class ReaderTrack:
                 "only when the earlier one is not used any more"
             )
 
-    def _basis_of(self, at: Receipt | None, *, is_stated: bool, given: Given | None) -> Basis:
+    def _basis_of(self, at: AnyReceipt | None, *, is_stated: bool, given: Given | None) -> Basis:
         """Return the basis on which all deliveries up to ``at`` count as consumed."""
         if is_stated or (self._basis == "stated" and at is not None and at == self._at):
             return "stated"
@@ -134,7 +138,7 @@ class ReaderTrack:
         self._frontier = Frontier(state.epoch, state.step)
         self._recorder.jump(step, self._frontier)
 
-    def check(self, receipt: Receipt) -> None:
+    def check(self, receipt: AnyReceipt) -> None:
         """Refuse a receipt that was not delivered, or that lies before the place that an earlier step has used."""
         last = self.reader.last_receipt
         if receipt == last:
@@ -172,7 +176,10 @@ class ReaderTrack:
         """Return the record from the cut of step ``first`` to the last cut, the cut of ``step``."""
         state = self._state()
         found = self._stretches(state)
-        stretches = [(begin.to_plain(), end.to_plain(), consumption(begin, end)) for begin, end in found]
+        stretches = [
+            (begin.to_plain(), end.to_plain(), {} if begin.mixing is not None else consumption(begin, end))
+            for begin, end in found
+        ]
         if self._basis == "suspected" and not stretches:
             # Nothing was consumed, and the suspicion must be recorded.
             stretches = [(dict(state), dict(state), {})]
@@ -204,7 +211,7 @@ class ReaderTrack:
         if index is None:
             return None
         try:
-            table = State.from_plain(state).identity.table
+            table = State.from_plain(state).orders[0].table
         except StateError:
             return str(index.digest)  # a reader with its own kind of state stays at one version
         return table if table in {one.digest for one, _ in versions_of(self.reader)} else str(index.digest)
@@ -266,7 +273,7 @@ class Journal:
             self._closed[name] = [one for one in closed if one.step > step]
 
 
-def cut_all(tracks: Mapping[str, ReaderTrack], step: int, stated: Mapping[str, Receipt] | None) -> dict[str, str]:
+def cut_all(tracks: Mapping[str, ReaderTrack], step: int, stated: Mapping[str, AnyReceipt] | None) -> dict[str, str]:
     """Record for all readers that optimizer step ``step`` is done; ``stated`` is the result of `by_reader`.
 
     Returns reader → the reason, for readers for which this step raises the suspicion of reading ahead.
@@ -282,7 +289,7 @@ def cut_all(tracks: Mapping[str, ReaderTrack], step: int, stated: Mapping[str, R
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def by_reader(stated: Any, tracks: Mapping[str, ReaderTrack]) -> Mapping[str, Receipt] | None:
+def by_reader(stated: Any, tracks: Mapping[str, ReaderTrack]) -> Mapping[str, AnyReceipt] | None:
     """Return reader → the receipt that the user stated; None if the user stated nothing.
 
     ``stated`` is a batch, a receipt, a number, or a mapping of readers' names to these. `ConfigError` if it names no
@@ -299,29 +306,26 @@ def by_reader(stated: Any, tracks: Mapping[str, ReaderTrack]) -> Mapping[str, Re
             'CheckpointManager(…, {"reader": loader, …}). With another loader there, such as torchdata\'s '
             "StatefulDataLoader, call step() without a batch"
         )
-    loaders: dict[str, list[ReaderTrack]] = {}  # those of a mixture have a track for each source
-    for track in tracks.values():
-        loaders.setdefault(track.name.removesuffix(getattr(track.reader, "suffix", "")), []).append(track)
-    if isinstance(stated, Mapping) and stated and not hasattr(stated, "receipt") and set(stated) <= set(loaders):
+    if isinstance(stated, Mapping) and stated and not hasattr(stated, "receipt") and set(stated) <= set(tracks):
         for name, one in stated.items():
-            _check_own(name, one, {of: every[0].reader for of, every in loaders.items()})
-        return {track.name: _receipt(one, track) for name, one in stated.items() for track in loaders[name]}
-    if len(loaders) > 1:
+            _check_own(name, one, tracks)
+        return {name: _receipt(one, tracks[name]) for name, one in stated.items()}
+    if len(tracks) > 1:
         raise ConfigError(
-            f"there are {len(loaders)} tracked readers ({', '.join(sorted(loaders))}): give step() a mapping of their "
+            f"there are {len(tracks)} tracked readers ({', '.join(sorted(tracks))}): give step() a mapping of their "
             f"names to batches, got {_shown(stated)}"
         )
-    for name, (track, *_) in loaders.items():
-        _check_own(name, stated, {name: track.reader})
-    return {track.name: _receipt(stated, track) for track in tracks.values()}
+    for name in tracks:
+        _check_own(name, stated, tracks)
+    return {name: _receipt(stated, track) for name, track in tracks.items()}
 
 
-def _check_own(name: str, stated: Any, readers: Mapping[str, TrackedReader]) -> None:
+def _check_own(name: str, stated: Any, tracks: Mapping[str, ReaderTrack]) -> None:
     """Raise `ConfigError` if ``stated``, a batch or a receipt, names another reader than ``name``."""
-    receipt = stated if isinstance(stated, (Receipt, MixedReceipt)) else getattr(stated, "receipt", None)
-    lasts = {one: getattr(reader, "last_of_loader", reader.last_receipt) for one, reader in readers.items()}
+    receipt = stated if isinstance(stated, AnyReceipt) else getattr(stated, "receipt", None)
+    lasts = {one: track.reader.last_receipt for one, track in tracks.items()}
     mine = lasts[name]
-    if not isinstance(receipt, (Receipt, MixedReceipt)) or mine is None or receipt.reader == mine.reader:
+    if not isinstance(receipt, AnyReceipt) or mine is None or receipt.reader == mine.reader:
         return
     others = [one for one, last in lasts.items() if last is not None and last.reader == receipt.reader]
     if others or isinstance(receipt, MixedReceipt) or isinstance(mine, MixedReceipt):
@@ -329,7 +333,7 @@ def _check_own(name: str, stated: Any, readers: Mapping[str, TrackedReader]) -> 
         raise ConfigError(f"this is a batch of {whose}, and it was given as one of reader {name!r}")
 
 
-def skip(stated: Mapping[str, Receipt] | None, tracks: Mapping[str, ReaderTrack]) -> None:
+def skip(stated: Mapping[str, AnyReceipt] | None, tracks: Mapping[str, ReaderTrack]) -> None:
     """Note that the loop trains nothing on the batches ``stated`` (`by_reader`)."""
     if stated is None:
         raise ConfigError("skip() takes the batch that is not trained on, as step() does")
@@ -337,19 +341,14 @@ def skip(stated: Mapping[str, Receipt] | None, tracks: Mapping[str, ReaderTrack]
         tracks[name].skip(receipt)
 
 
-def _receipt(stated: Any, track: ReaderTrack) -> Receipt:
+def _receipt(stated: Any, track: ReaderTrack) -> AnyReceipt:
     """Return the receipt of a batch, a receipt or a number."""
-    found = stated if isinstance(stated, Receipt) else getattr(stated, "receipt", None)
-    if isinstance(found, Receipt):
+    found = stated if isinstance(stated, AnyReceipt) else getattr(stated, "receipt", None)
+    if isinstance(found, AnyReceipt):
         track.check(found)
         return found
     reader = track.reader
     column = getattr(reader, "receipt_column", None)
-    mixed = stated if isinstance(stated, MixedReceipt) else found
-    if isinstance(mixed, MixedReceipt) and isinstance(reader, DeliveringReader):
-        found = reader.receipt_of(mixed.number)
-        track.check(found)
-        return found
     if isinstance(stated, Mapping) and column in stated:
         stated = stated[column]
     number = _number(stated)

@@ -1,9 +1,12 @@
 """This module defines the entries of a run's log: an attempt begins, names what it restored, commits checkpoints.
 
-A `Begin` and a `Restored` are what an attempt writes first (see ``begins``). A `Manifest` is the commit of a
-checkpoint: its parts, its parent, and for every reader its state and what was consumed since the parent, so that the
-record of a run outlives the data of its checkpoints. The classes are the formats: `lakeckpt.wire.documents` writes and
-reads them by the types of their fields.
+A `Begin` claims the run: its slot is the attempt's number and fencing token. A `Restored` says which checkpoint the
+history goes on from: an attempt writes it when it has restored that checkpoint, and ``lakeckpt rollback`` writes it as
+an order. An attempt that died between the two entries has changed nothing of the history. A `Manifest` is the commit of
+a checkpoint: its parent, the digest of its register (`lakeckpt.checkpoint.format.register`), which checkpoints keep
+their data, and for every reader its state and what was consumed since the parent, so that the record of a run outlives
+the data of its checkpoints. The classes are the formats: `lakeckpt.wire.documents` writes and reads them by the types
+of their fields.
 
 Imports without torch. Never touches storage: `lakeckpt.checkpoint.persist.log` does.
 """
@@ -12,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Literal
 
-from lakeckpt.checkpoint.format.begins import Begin, Captured, Restored
 from lakeckpt.checkpoint.format.fields import Digest
 from lakeckpt.checkpoint.format.keep import Keep
-from lakeckpt.checkpoint.format.parts import SaveId
+from lakeckpt.checkpoint.format.parts import SaveId, SiteWaits
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.read_ahead import Basis
 from lakeckpt.tracking.steps import StepRecord
@@ -31,40 +34,116 @@ __all__ = [
     "Entry",
     "Excluded",
     "ExcludedFor",
+    "Facts",
     "Manifest",
-    "PartRef",
     "ReaderRecord",
     "Restored",
     "Stretch",
     "entry_from_bytes",
     "entry_to_bytes",
+    "said_of",
 ]
 
 _KIND = "log"
 _VERSION = (1, 0)
+Facts = Mapping[str, Mapping[str, str]]
+"""Reader → what a script gave to it → a text, for people."""
 
 
 @as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartRef:
-    """A part of a checkpoint: ``digest`` is the BLAKE2b-128 (`short_digest`) of the record's ``size_bytes`` bytes."""
+class Captured:
+    """A cut in host memory: the generation of ``step`` that ``attempt`` captured."""
 
-    rank: Count
-    path: str
-    size_bytes: Count
-    digest: Digest
+    attempt: Count
+    step: Count
+
+    def to_text(self) -> str:
+        """For messages between ranks.
+
+        >>> Captured(attempt=3, step=70).to_text()
+        '3:70'
+        """
+        return f"{self.attempt}:{self.step}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Captured:
+        """Return the cut from a text of `to_text`."""
+        attempt, _, step = text.partition(":")
+        return cls(attempt=int(attempt), step=int(step))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """An attempt claims the run."""
+
+    run: str
+    slot: Count
+    world_size: Positive
+    library: str
+    created_s: float
+    """When, in seconds since 1970, by the clock of rank 0's machine."""
+    write_id: str
+    """Unique to this put, so that an entry can be recognised as our own after the answer of a store was lost."""
+    host: str = ""
+    """The machine of rank 0."""
+    pid: Count = 0
+    """The process of rank 0 there."""
+    facts: Facts = field(default_factory=dict)
+    """What its script gave to readers, by which the next attempt says what it has otherwise."""
+
+    @property
+    def attempt(self) -> int:
+        """The attempt's number: its slot."""
+        return self.slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """The history goes on from a checkpoint. The first attempt of a run restores nothing and writes no such entry."""
+
+    run: str
+    slot: Count
+    attempt: Count | None
+    """The attempt that restored it; None: ``lakeckpt rollback`` ordered it, and nobody has restored it yet."""
+    restored: Count | None
+    """The slot of the checkpoint; None: there was none."""
+    library: str
+    created_s: float
+    write_id: str
+    host: str = ""
+    pid: Count = 0
+    skipped: Mapping[str, Count] = field(default_factory=dict)
+    """reader → the epoch whose rest it skips, because the table version is gone."""
+    captured: Captured | None = None
+    """The cut in host memory that it went on from, if that was not older than ``restored``."""
+    rolled_back_to: Count | None = None
+    """The step of the roll-back that this entry obeys (``restore(step=…)``) or orders (``lakeckpt rollback``)."""
+
+    @classmethod
+    def by_first(cls, begin: Begin) -> Restored:
+        """Return the entry that the first attempt of a run would write, which restores nothing."""
+        return cls(
+            run=begin.run,
+            slot=begin.slot,
+            attempt=begin.attempt,
+            restored=None,
+            library=begin.library,
+            created_s=begin.created_s,
+            write_id=begin.write_id,
+        )
 
 
 @as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """The rows that a reader consumed between two states of one order and epoch (or endless stream)."""
+    """The rows that a reader consumed between two states of one order and epoch (or endless stream, or mixture)."""
 
     begin: Mapping[str, Any]
     """The plain `lakeckpt.core.state.State` that it began with."""
     end: Mapping[str, Any]
     consumed: Mapping[int, Intervals]
-    """epoch → positions."""
+    """epoch → positions; empty for a mixture, of which the two states tell the positions of each source."""
     basis: Basis = "inferred"
     """How it is known that steps used the rows."""
     reason: str = ""
@@ -89,7 +168,9 @@ class Excluded:
     """The optimizer step with which they count as consumed."""
     reason: ExcludedFor
     positions: Mapping[int, Intervals]
-    """epoch → positions; of a flow, positions of which some items trained nothing."""
+    """epoch → positions; if consumption depends on the data, positions of which some items trained nothing."""
+    source: str | None = None
+    """The source of a mixture whose positions they are; None: the reader reads one table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,17 +218,22 @@ class Manifest:
     """How many saves the attempt had begun before this one."""
     world_size: Positive
     cut: bytes
-    parts: tuple[PartRef, ...]
+    register: Digest
+    """`short_digest` of its register."""
+    kept: Intervals
+    """The slots of its history whose checkpoints keep their data, its own among them. All other data may be gone."""
     readers: Mapping[str, ReaderRecord]
     seed: int
     """The seed from which ranks that are new after a change of the world size derive their random states."""
     library: str
     created_s: float
     write_id: str
-    keep: Keep | None = None
-    """The checkpoints of its history that kept their data; None: not recorded."""
+    keep: Keep = field(default_factory=Keep)
+    """The rule by which checkpoints keep their data."""
     metric: float | None = None
     """The metric of the state, if the training loop gave one."""
+    waits: tuple[SiteWaits, ...] = ()
+    """How long the ranks waited by site, and how much of their captures moved meanwhile."""
 
     @property
     def save(self) -> SaveId:
@@ -169,6 +255,8 @@ class CheckpointInfo:
     """Seconds since 1970."""
     metric: float | None = None
     """The metric that was given to ``manager.step`` or ``save``; None if none was given."""
+    waits: tuple[SiteWaits, ...] = ()
+    """How long ranks waited by site, and how much of the captures moved meanwhile; empty without ``bubbles=``."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> CheckpointInfo:
@@ -180,6 +268,7 @@ class CheckpointInfo:
             world_size=manifest.world_size,
             created_s=manifest.created_s,
             metric=manifest.metric,
+            waits=manifest.waits,
         )
 
 
@@ -197,3 +286,15 @@ def entry_from_bytes(data: bytes) -> Entry:
     """Return the entry in a document of `entry_to_bytes`. `WireError`."""
     plain = loads(data, kind=_KIND, supported=_VERSION)
     return from_plain_of(_KINDS, "entry", plain, "an entry of the log")
+
+
+def said_of(entry: Begin | Restored) -> str:
+    """Return the process that wrote the entry, and when, for messages.
+
+    >>> said_of(Begin(run="r", slot=4, world_size=1, library="", created_s=0.0, write_id="", host="node-3", pid=71))
+    'attempt 4 (process 71 on node-3, 1970-01-01 00:00:00 UTC)'
+    """
+    when = datetime.fromtimestamp(entry.created_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    who = f"a roll-back to step {entry.rolled_back_to}" if isinstance(entry, Restored) else f"attempt {entry.attempt}"
+    where = f"process {entry.pid} on {entry.host}, " if entry.host else ""
+    return f"{who} ({where}{when})"

@@ -7,17 +7,26 @@ tensor consists of slabs, in one file or several. Digests of slabs and tensors c
 digest covers the head of each file, and the manifest has a digest of the record: no byte is uncovered. The classes are
 the format: `lakeckpt.wire.documents` writes and reads them by the types of their fields.
 
+A part begins with its `PartHead`: what a commit must know of it. Rank 0 decodes the heads of all parts, and not their
+tensors, so that a commit costs it little, however many tensors there are.
+
 The module never imports torch, and never reads or writes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
+from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import Digest, Ranks
+from lakeckpt.checkpoint.format.sharing import Sharing, is_part_key, place_of
+from lakeckpt.checkpoint.format.units import SUMS, UnitId, sum_of, tensor_unit, tree_unit
+from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
@@ -25,16 +34,19 @@ __all__ = [
     "OBJECTS",
     "OBJECT_NAME",
     "PARTS",
-    "PART_MARK",
     "RANDOM",
     "SHARING",
     "FileRecord",
     "Outline",
+    "PartHead",
     "PartRecord",
     "SaveId",
+    "SiteWaits",
     "SlabRecord",
     "TensorRecord",
+    "Tile",
     "TreeRecord",
+    "tiles_of",
 ]
 
 PARTS = "parts"
@@ -45,10 +57,9 @@ RANDOM = "lakeckpt.random"
 """The name of the item that holds the random states; users' items cannot have it."""
 SHARING = "lakeckpt.sharing"
 """The name of the item that records which ranks share tensors; users' items cannot have it."""
-PART_MARK = "::at "
-"""In the key of a part of a tensor: between the key of the tensor and the offsets of the part."""
-_KIND = "part"
+_HEAD, _BODY = "part", "part-body"
 _VERSION = (1, 0)
+_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +80,11 @@ class SaveId:
     def part_path(self, rank: int) -> str:
         """Return the path of the part of ``rank``."""
         return f"{PARTS}/{self.folder}/{rank:05d}.lkc"
+
+    @property
+    def register_path(self) -> str:
+        """The path of the register of its checkpoint (`lakeckpt.checkpoint.format.register`)."""
+        return f"{PARTS}/{self.folder}/register.lkc"
 
     def failure_path(self, rank: int) -> str:
         """Return the path of the note by which ``rank`` aborts its part."""
@@ -151,6 +167,80 @@ class Outline:
     """The names (``tensor:…``, ``tree:…``) of units that differ on other ranks."""
 
 
+@as_row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteWaits:
+    """The last waits at ``site``, such as ``pipeline``, ``ddp`` or ``data``."""
+
+    site: str
+    kind: Literal["bubble", "free"]
+    """Whether the rank was idle, or computed while the link to the host was free."""
+    median_s: float
+    """The median length of a wait, in seconds."""
+    share: float
+    """The part of all captured bytes that moved in these waits."""
+
+
+@as_row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """The place of parts of tensors: of tensors that have one shape and are divided alike."""
+
+    dims: tuple[int, ...]
+    """See `lakeckpt.checkpoint.format.sharing.Sharing`."""
+    ranks: Positive
+    """How many ranks share each tensor."""
+    shape: tuple[Count, ...]
+    """Of the whole tensors."""
+    offsets: tuple[Count, ...]
+    sizes: tuple[Count, ...]
+    names: int
+    """The sum of the digests of the tensors' names and dtypes, modulo 2^128."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartHead:
+    """What a commit must know of a part."""
+
+    run: str
+    save: SaveId
+    rank: Count
+    world_size: Positive
+    cut: bytes
+    """Digest of what all ranks agreed on at the cut."""
+    files: tuple[FileRecord, ...]
+    tiles: tuple[Tile, ...] = ()
+    """The places of the parts of tensors that it holds."""
+    reports: Mapping[str, bytes] = field(default_factory=dict)
+    """Reader → what the rank consumed of it, for readers of which each rank knows its own lanes alone
+    (`lakeckpt.checkpoint.consumed.reports`)."""
+    excluded: bytes = b""
+    """Reader → what the rank consumed and trained nothing on (`lakeckpt.checkpoint.consumed.excluded`)."""
+    waits: tuple[SiteWaits, ...] = ()
+    """How long the rank waited by site, and how much of its captures moved meanwhile."""
+    alone: int
+    """The sum of its units that are no parts of tensors (`lakeckpt.checkpoint.format.units.sum_of`). Random states, of
+    which other ranks know nothing, are not among them."""
+    divided: tuple[tuple[Ranks, int], ...]
+    """Ranks → the sum of its parts of tensors that these ranks hold."""
+    body: Digest
+    """`short_digest` of the document of its tensors and trees."""
+
+    @property
+    def earlier(self) -> list[str]:
+        """The files that earlier saves wrote. They may hold tensors that this part does not refer to."""
+        return [file.path for file in self.files if not file.path.startswith(f"{OBJECTS}/{self.save.folder}/")]
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PartHead:
+        """Return the head of the part in a document of `PartRecord.to_bytes`, all of which is verified. `WireError`."""
+        head, body = _taken_apart(data)
+        found: PartHead = from_plain(cls, loads(head, kind=_HEAD, supported=_VERSION), "a part")
+        if short_digest(body) != found.body:
+            raise WireDamaged(f"this part is damaged: the {len(body)} bytes behind its head are not what was written")
+        return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRecord:
     """All that a rank wrote for one save."""
@@ -160,28 +250,101 @@ class PartRecord:
     rank: Count
     world_size: Positive
     cut: bytes
-    """Digest of what all ranks agreed on at the cut."""
     files: tuple[FileRecord, ...]
     tensors: tuple[TensorRecord, ...]
     trees: tuple[TreeRecord, ...]
     outline: Outline | None = None
     """The extent of the rank's state; None: not recorded."""
+    tiles: tuple[Tile, ...] = ()
     reports: Mapping[str, bytes] = field(default_factory=dict)
-    """Reader → what the rank consumed of it, for readers of which each rank knows its own lanes alone
-    (`lakeckpt.checkpoint.consumed.reports`)."""
     excluded: bytes = b""
-    """Reader → what the rank consumed and trained nothing on (`lakeckpt.checkpoint.consumed.excluded`)."""
+    waits: tuple[SiteWaits, ...] = ()
+
+    @property
+    def earlier(self) -> list[str]:
+        """The files that earlier saves wrote. They may hold tensors that this part does not refer to."""
+        return [file.path for file in self.files if not file.path.startswith(f"{OBJECTS}/{self.save.folder}/")]
 
     def to_bytes(self) -> bytes:
-        """Return the document of the part."""
-        return dumps(to_plain(self), kind=_KIND, version=_VERSION)
+        """Return the document of the part: the length of its head (8 bytes, big-endian), the head, and the body."""
+        body = dumps(
+            to_plain(_Body(tensors=self.tensors, trees=self.trees, outline=self.outline)), kind=_BODY, version=_VERSION
+        )
+        head = dumps(to_plain(self._head(short_digest(body))), kind=_HEAD, version=_VERSION)
+        return b"".join((len(head).to_bytes(_LENGTH_BYTES, "big"), head, body))
+
+    def _head(self, body: bytes) -> PartHead:
+        alone = [tree_unit(one.item, one.digest) for one in self.trees if one.item != RANDOM]
+        divided: defaultdict[Ranks, list[UnitId]] = defaultdict(list)
+        for one in self.tensors:
+            (divided[one.ranks] if is_part_key(one.spec.key) else alone).append(tensor_unit(one.spec, one.digest))
+        sums = tuple((ranks, sum_of(units)) for ranks, units in divided.items())
+        return PartHead(
+            run=self.run,
+            save=self.save,
+            rank=self.rank,
+            world_size=self.world_size,
+            cut=self.cut,
+            files=self.files,
+            tiles=self.tiles,
+            reports=self.reports,
+            excluded=self.excluded,
+            waits=self.waits,
+            alone=sum_of(alone),
+            divided=sums,
+            body=body,
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PartRecord:
         """Return the part in a document of `to_bytes`. `WireError`."""
-        found: PartRecord = from_plain(cls, loads(data, kind=_KIND, supported=_VERSION), "a part")
-        return found
+        head, (_, data) = PartHead.from_bytes(data), _taken_apart(data)
+        body: _Body = from_plain(_Body, loads(data, kind=_BODY, supported=_VERSION), "a part")
+        return cls(
+            run=head.run,
+            save=head.save,
+            rank=head.rank,
+            world_size=head.world_size,
+            cut=head.cut,
+            files=head.files,
+            tensors=body.tensors,
+            trees=body.trees,
+            outline=body.outline,
+            tiles=head.tiles,
+            reports=head.reports,
+            excluded=head.excluded,
+            waits=head.waits,
+        )
 
-    def is_earlier(self, file: FileRecord) -> bool:
-        """Return whether an earlier save wrote ``file``, which may hold tensors that this part does not refer to."""
-        return not file.path.startswith(f"{OBJECTS}/{self.save.folder}/")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Body:
+    """The rest of a part."""
+
+    tensors: tuple[TensorRecord, ...]
+    trees: tuple[TreeRecord, ...]
+    outline: Outline | None
+
+
+def _taken_apart(data: bytes) -> tuple[bytes, bytes]:
+    """Return the head and the body of a part."""
+    stop = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
+    return data[_LENGTH_BYTES:stop], data[stop:]
+
+
+_Sizes = tuple[int, ...]
+
+
+def tiles_of(specs: Iterable[TensorSpec], shared: Mapping[str, Sharing]) -> tuple[Tile, ...]:
+    """Return the places of those ``specs`` that are parts of tensors; ``shared`` says how each tensor is divided."""
+    found: defaultdict[tuple[_Sizes, int, _Sizes, _Sizes, _Sizes], int] = defaultdict(int)
+    for spec in specs:
+        place = place_of(spec.key)
+        if place is not None and place.name in shared:
+            sharing = shared[place.name]
+            where = (sharing.dims, sharing.size, place.shape, place.offsets, spec.shape)
+            found[where] += sum_of([(place.name, spec.dtype.encode())])
+    return tuple(
+        Tile(dims=dims, ranks=ranks, shape=shape, offsets=offsets, sizes=sizes, names=names % SUMS)
+        for (dims, ranks, shape, offsets, sizes), names in found.items()
+    )

@@ -4,10 +4,10 @@ An object that is missing, too short, too long or altered raises `CheckpointDama
 of the medium (EIO). Any other failure of the store is raised unchanged: falling back to an older checkpoint because of
 a network error would lose work, and nobody would notice.
 
-`fetch_part` reads the record of a part, which names the place of each slab. `open_files` verifies the heads and sizes
-of files of tensors. `read_slabs` reads slabs with several threads straight into the memory that the caller names;
-adjacent small slabs are read together. A slab for which the caller names no memory is verified all the same. After an
-error the caller's memory may hold anything.
+`fetch_register` reads the register of a checkpoint, and `fetch_part` the record of a part, which names the place of
+each slab. `open_files` verifies the heads and sizes of files of tensors. `read_slabs` reads slabs with several threads
+straight into the memory that the caller names; adjacent small slabs are read together. A slab for which the caller
+names no memory is verified all the same. After an error the caller's memory may hold anything.
 
 Each call starts and joins its own threads. The module never writes, and never imports torch.
 """
@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lakeckpt.checkpoint.format.digests import content_digest, short_digest
-from lakeckpt.checkpoint.format.manifest import Manifest, PartRef
+from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import PartRecord, SlabRecord, TensorRecord
+from lakeckpt.checkpoint.format.register import Register
 from lakeckpt.checkpoint.format.slabs import SLAB_BYTES
 from lakeckpt.errors import CheckpointDamaged, ObjectMissing, StorageError, UnsupportedValue, WireDamaged
 from lakeckpt.lake.storage.base import Storage
 
-__all__ = ["StoredSlab", "fetch_part", "open_files", "read_object", "read_slabs", "verify_file"]
+__all__ = ["StoredSlab", "fetch_part", "fetch_register", "open_files", "read_object", "read_slabs", "verify_file"]
 
 _THREADS = 8
 
@@ -52,20 +53,31 @@ def read_object(storage: Storage, path: str, start: int = 0, stop: int | None = 
         return storage.read(path, start, stop)
 
 
-def fetch_part(storage: Storage, manifest: Manifest, ref: PartRef) -> PartRecord:
-    """Return the record of a part that ``manifest`` names, verified against the manifest. `CheckpointDamaged`."""
-    data = read_object(storage, ref.path)
-    if len(data) != ref.size_bytes or short_digest(data) != ref.digest:
-        raise CheckpointDamaged(
-            f"{ref.path}: the part of rank {ref.rank} is not what slot {manifest.slot} committed "
-            f"({len(data)} bytes, expected {ref.size_bytes})"
-        )
+def fetch_register(storage: Storage, manifest: Manifest) -> Register:
+    """Return the register of the checkpoint of ``manifest``, verified. `CheckpointDamaged`."""
+    path = manifest.save.register_path
+    data = read_object(storage, path)
+    if short_digest(data) != manifest.register:
+        raise CheckpointDamaged(f"{path}: the register is not what slot {manifest.slot} committed")
+    try:
+        return Register.from_bytes(data)
+    except (WireDamaged, UnsupportedValue) as error:
+        raise CheckpointDamaged(f"{path}: {error}") from error
+
+
+def fetch_part(storage: Storage, manifest: Manifest, register: Register, rank: int) -> PartRecord:
+    """Return the record of the part of ``rank``, verified against the ``register`` of ``manifest``.
+    `CheckpointDamaged`."""
+    path = manifest.save.part_path(rank)
+    data = read_object(storage, path)
+    if short_digest(data) != register.digest(rank):
+        raise CheckpointDamaged(f"{path}: the part of rank {rank} is not what slot {manifest.slot} committed")
     try:
         part = PartRecord.from_bytes(data)
     except (WireDamaged, UnsupportedValue) as error:
-        raise CheckpointDamaged(f"{ref.path}: {error}") from error
-    if (part.rank, part.save, part.cut, part.run) != (ref.rank, manifest.save, manifest.cut, manifest.run):
-        raise CheckpointDamaged(f"{ref.path}: this is a part of another checkpoint than slot {manifest.slot}")
+        raise CheckpointDamaged(f"{path}: {error}") from error
+    if (part.rank, part.save, part.cut, part.run) != (rank, manifest.save, manifest.cut, manifest.run):
+        raise CheckpointDamaged(f"{path}: this is a part of another checkpoint than slot {manifest.slot}")
     return part
 
 

@@ -20,7 +20,7 @@ from lakeckpt.checkpoint.format.fields import holds
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, TreeRecord
 from lakeckpt.checkpoint.persist.log import read_entry
-from lakeckpt.checkpoint.restore.choosing import MOST_TRIES, Choice, Step, too_often_removed
+from lakeckpt.checkpoint.restore.candidates import BesideRun, Step
 from lakeckpt.checkpoint.restore.from_storage import fetch_parts, load_from
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.checkpoint.state.names import numbered
@@ -105,16 +105,15 @@ def with_checkpoint(storage: Storage, step: Step, use: Callable[[Manifest], _T])
     newest one is damaged, the next one is used, with a `DamageWarning`. Raises `CheckpointNotFound` and
     `CheckpointDamaged`.
     """
-    choice = Choice(storage, step)
-    for _ in range(MOST_TRIES):
+    choice = BesideRun(storage, step)
+    while True:
         slot = int(choice.choose()["slot"])
         manifest = read_entry(storage, slot)
         assert isinstance(manifest, Manifest), "only commits are chosen"
         try:
             return use(manifest)
         except CheckpointDamaged as error:
-            choice.failed = slot, [str(error)]
-    raise too_often_removed(storage)
+            choice.failed = slot, str(error)
 
 
 def leaves(tree: Any) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from lakeckpt.checkpoint.consumed.rows import Order, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, Space, count_epoch, piece_of, space_of
+from lakeckpt.checkpoint.ledger.records import Records
 from lakeckpt.checkpoint.ledger.report import (
     EpochAudit,
     EpochStatus,
@@ -27,7 +28,7 @@ from lakeckpt.checkpoint.ledger.report import (
     ReaderAudit,
 )
 from lakeckpt.checkpoint.ledger.tranches import doubts_of_tranches
-from lakeckpt.checkpoint.ledger.walk import ReaderWalk, Records
+from lakeckpt.checkpoint.ledger.walk import ReaderWalk
 from lakeckpt.core.consumption import consumed, dropped
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
@@ -242,7 +243,7 @@ class _Account:
     def _first_to_claim(self, epoch: int, rows: Intervals, space: Space) -> Manifest:
         """Return the first checkpoint whose state claims any of ``rows`` as consumed."""
         for manifest, record in self._records:
-            claim = self._claim(State.from_plain(record.state), epoch, manifest)
+            claim = self._claim(record.state, epoch, manifest)
             if claim is not None and space.of(claim).intersection(rows):
                 return manifest
         return self._records[-1][0]

@@ -7,7 +7,7 @@ The history is the chain of manifests from the newest checkpoint back to the fir
 intervals are added up, compared with what the newest state claims, and compared with the rows of the table
 (`lakeckpt.checkpoint.ledger.account`). Work on abandoned branches was rolled back and does not count.
 
-The audit reads ``log/`` and ``index/``, and lists ``parts/``. It does not need the data of checkpoints, nor the table.
+The audit reads ``log/`` and ``index/``. It does not need the data of checkpoints, nor the table.
 The report lists the assumptions of the proof. The module never imports torch, and starts no threads.
 """
 
@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from lakeckpt.checkpoint.consumed.rows import Order
-from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
+from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.ledger.account import account
 from lakeckpt.checkpoint.ledger.indexes import orders_of
+from lakeckpt.checkpoint.ledger.records import Records, SourceRecord, readers_in
 from lakeckpt.checkpoint.ledger.report import AuditReport, Branch
-from lakeckpt.checkpoint.persist.history import History, folders_there, lost_entries, read_history
+from lakeckpt.checkpoint.persist.history import History, read_history
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.errors import CheckpointNotFound
 from lakeckpt.lake.storage.base import Storage, describe
@@ -60,10 +60,7 @@ def audit(storage: Storage, *, tip: int | None = None, progress: Progress | None
 
 def read_run(storage: Storage, *, tip: int | None = None, progress: Progress | None = None) -> History:
     """Return the history of the run at ``storage``; ``progress`` counts the entries of the log. Raises as `audit`."""
-    there = folders_there(storage)  # listed before the log is read: later commits explain removals meanwhile
     history = read_history(storage, tip=tip, progress=progress)
-    if tip is None:
-        history = replace(history, lost=lost_entries(history, there))
     if not (history.begins or history.chain or history.abandoned or history.damaged):
         raise CheckpointNotFound(f"there is no run at {describe(storage)}: it has no log. Name the place of a run")
     if tip is not None and not history.chain:
@@ -75,9 +72,9 @@ def audit_history(history: History, orders: Mapping[str, Order], *, progress: Pr
     """Audit a history; ``orders`` are the orders of its tables (`lakeckpt.checkpoint.ledger.indexes.orders_of`), and
     ``progress`` counts the records of readers."""
     doubts, notes = _doubts(history)
-    by_reader: dict[str, list[tuple[Manifest, ReaderRecord]]] = {}
+    by_reader: dict[str, list[tuple[Manifest, SourceRecord]]] = {}
     for manifest in history.chain:
-        for name, record in manifest.readers.items():
+        for name, record in readers_in(manifest).items():
             by_reader.setdefault(name, []).append((manifest, record))
     tip = history.tip
     at = {manifest.attempt for manifest in history.chain}
@@ -92,7 +89,7 @@ def audit_history(history: History, orders: Mapping[str, Order], *, progress: Pr
         skipped = [one.skipped[name] for one in history.restores if one.attempt in at and name in one.skipped]
         readers.append(account(name, records, orders, skipped=skipped, advance=advance))
         last = records[-1][0]
-        for shared, is_repeated in sorted({(one.shared, one.is_repeated) for _, one in records if one.shared > 1}):
+        for shared, is_repeated in sorted(_groups(records)):
             if is_repeated:
                 doubts.append(_REPEATED.format(shared, name, shared))
             else:
@@ -101,7 +98,7 @@ def audit_history(history: History, orders: Mapping[str, Order], *, progress: Pr
             doubts.append(f"reader {name!r} is in no checkpoint after step {last.step:,}: its later rows are unknown")
     if tip is None:
         doubts.append("the history has no checkpoint: nothing was committed, or the newest attempt began anew")
-    elif tip.step and readers and not any(one.stretches for records in by_reader.values() for _, one in records):
+    elif tip.step and readers and not any(one.record.stretches for records in by_reader.values() for _, one in records):
         doubts.append(f"{tip.step:,} optimizer steps were taken, and no reader of the run delivered anything for them")
     elif not readers:
         doubts.append("no reader was tracked: the checkpoints hold no record of what was consumed")
@@ -129,6 +126,12 @@ def audit_history(history: History, orders: Mapping[str, Order], *, progress: Pr
     )
 
 
+def _groups(records: Records) -> set[tuple[int, bool]]:
+    """Return how many ranks read the same rows, and whether each trains them, if several do."""
+    every = {(one.record.shared, one.record.is_repeated) for _, one in records}
+    return {(shared, is_repeated) for shared, is_repeated in every if shared > 1}
+
+
 def _unrecorded_steps(history: History) -> int:
     """Return how many of the first steps recorded no reader's rows: the state had no reader, or none delivered."""
     for manifest in history.chain:
@@ -139,14 +142,13 @@ def _unrecorded_steps(history: History) -> int:
 
 
 def _late_readers(history: History) -> Iterator[tuple[str, int, bool]]:
-    """Yield the readers that joined others, but not as a source of their mixture: name, the steps done before, and
-    whether a loader that was in no state delivered rows in these steps."""
+    """Yield the readers that joined others: name, the steps done before, and whether a loader that was in no state
+    delivered rows in these steps."""
     known: set[str] = set()
     before, had_others = 0, False
     for manifest in history.chain:
         for name in sorted(manifest.readers.keys() - known) if known else ():
-            if not any("." in name and one.startswith(name.rpartition(".")[0] + ".") for one in known):
-                yield name, before, had_others
+            yield name, before, had_others
         known |= manifest.readers.keys()
         before, had_others = manifest.step, had_others or any(one.has_others for one in manifest.readers.values())
 
@@ -166,8 +168,6 @@ def _doubts(history: History) -> tuple[list[str], list[str]]:
         else:
             notes.append(f"damaged, and not in the history: {damage}")
     restored = {one.attempt: one.restored for one in history.restores}
-    if history.lost:
-        doubts.append(history.lost)
     for before, after in zip([None, *history.chain], history.chain, strict=False):
         if before is not None and after.step < before.step:
             doubts.append(f"slot {after.slot} is of step {after.step:,}, and its parent of step {before.step:,}")
@@ -193,8 +193,9 @@ def _branches(history: History) -> tuple[Branch, ...]:
             rows=sum(
                 positions.size
                 for one in manifests
-                for reader in one.readers.values()
-                for positions in reader.consumed().values()
+                for reader in readers_in(one).values()
+                for stretch in reader.stretches
+                for positions in stretch.consumed.values()
             ),
         )
         for attempt, manifests in sorted(by_attempt.items())

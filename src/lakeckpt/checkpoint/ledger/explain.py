@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lakeckpt.checkpoint.consumed.rows import GroupRows, Order, name_rows, order_name
-from lakeckpt.checkpoint.format.manifest import Excluded, Manifest, ReaderRecord
+from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.checkpoint.ledger.documents import Documents, DocumentTokens
 from lakeckpt.checkpoint.ledger.indexes import orders_of
+from lakeckpt.checkpoint.ledger.records import SourceRecord, readers_in
 from lakeckpt.checkpoint.ledger.report import plain_of
 from lakeckpt.checkpoint.persist.history import History, index_path, selection_path
 from lakeckpt.checkpoint.persist.log import slot_path
@@ -27,7 +28,6 @@ from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import Assignment, LayoutKey, Plan
 from lakeckpt.core.receipts import Span
-from lakeckpt.core.state import State, depends_on_data
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.steps import Frontier
@@ -166,7 +166,7 @@ def explain_history(
             f"other processes did step {step:,}, and this run got their state: the log has the rows of the steps up to "
             "it together. `lakeckpt audit` counts these rows"
         )
-    explainers = [_Explainer(manifest, name, record, orders) for name, record in sorted(manifest.readers.items())]
+    explainers = [_Explainer(manifest, name, record, orders) for name, record in readers_in(manifest).items()]
     if documents is not None:
         _packed_one(explainers, documents.reader).documents = documents
     readers = [one for explainer in explainers for one in explainer.steps(step, ranks)]
@@ -216,21 +216,20 @@ def _packed_one(explainers: Sequence[_Explainer], name: str | None) -> _Explaine
 class _Explainer:
     """One reader in one manifest."""
 
-    def __init__(self, manifest: Manifest, name: str, record: ReaderRecord, orders: Mapping[str, Order]) -> None:
+    def __init__(self, manifest: Manifest, name: str, record: SourceRecord, orders: Mapping[str, Order]) -> None:
         self._manifest = manifest
         self.name = name
         self._record = record
-        if depends_on_data(record.state):
+        if record.state.held is not None:
             raise ConfigError(
                 f"which rows of {name!r} made a step depends on what its transform yielded, and the log has that from "
                 "checkpoint to checkpoint only: `lakeckpt audit` counts these rows"
             )
-        state = State.from_plain(record.state)
-        self._identity = state.identity
+        self._identity = record.state.identity
         self.is_packed = self._identity.unit > 1
         self._orders = orders
         self.documents: Documents | None = None
-        self._pairs = [(State.from_plain(stretch.begin), State.from_plain(stretch.end)) for stretch in record.stretches]
+        self._pairs = [(one.begin, one.end) for one in record.stretches]
 
     def steps(self, step: int, ranks: Collection[int] | None) -> list[ReaderStep]:
         """Return the rows of ``step``, one entry for each table version that it read."""
@@ -296,7 +295,7 @@ class _Explainer:
 
     def _frontiers(self, step: int) -> Iterator[tuple[Frontier, bool]]:
         """Yield the frontiers that lead to ``step``, each with whether it is the frontier of ``step``."""
-        for run in self._record.steps.runs:
+        for run in self._record.record.steps.runs:
             if run.first > step:
                 return
             index = min(step - run.first, run.count - 1)

@@ -87,8 +87,8 @@ def _tables_of(records: Iterable[ReaderRecord]) -> set[str]:
 def _identities_of(records: Iterable[ReaderRecord]) -> set[Identity]:
     """The identities of all states in ``records``; a reader with states of another kind has none."""
     plains = [plain for one in records for plain in (one.state, *(stretch.begin for stretch in one.stretches))]
-    found = set()
+    found: set[Identity] = set()
     for plain in plains:
         with contextlib.suppress(StateError):
-            found.add(State.from_plain(plain).identity)
+            found.update(State.from_plain(plain).orders)
     return found

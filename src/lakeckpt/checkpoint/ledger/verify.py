@@ -20,12 +20,12 @@ from typing import Literal
 
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import OBJECTS, PARTS, PartRecord
-from lakeckpt.checkpoint.format.verified_reads import fetch_part, verify_file
+from lakeckpt.checkpoint.format.verified_reads import fetch_part, fetch_register, verify_file
 from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.checkpoint.ledger.indexes import index_damage
 from lakeckpt.checkpoint.ledger.report import plain_of
 from lakeckpt.checkpoint.persist.history import History, must_stay
-from lakeckpt.checkpoint.persist.log import LOG, Damage
+from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
 from lakeckpt.checkpoint.state.wholes import Wholes
 from lakeckpt.errors import CheckpointDamaged
 from lakeckpt.lake.storage.base import Storage
@@ -135,16 +135,20 @@ class Kept:
 
     def __init__(self, storage: Storage) -> None:
         self._folders: dict[str, tuple[int, int]] = {}
-        self._paths: set[str] = set()
+        self._paths: dict[str, int] = {}
         for info in (info for kind in (PARTS, OBJECTS) for info in storage.list(kind)):
             folder = info.path.rpartition("/")[0]
             files, size_bytes = self._folders.get(folder, (0, 0))
             self._folders[folder] = files + 1, size_bytes + info.size_bytes
-            self._paths.add(info.path)
+            self._paths[info.path] = info.size_bytes
 
     def holds(self, path: str) -> bool:
         """Return whether the file exists."""
         return path in self._paths
+
+    def size_of(self, path: str) -> int:
+        """Return the size of the file; 0 if it did not exist."""
+        return self._paths.get(path, 0)
 
     def of(self, manifest: Manifest) -> tuple[int, int]:
         """Return how many files, and bytes, of a checkpoint exist."""
@@ -197,7 +201,14 @@ class _Run:
         self._kept = kept
         self._pool = pool
         self._chain = {one.slot for one in history.chain}
-        self._must_stay = must_stay(history)
+        commits = [*history.chain, *history.abandoned]
+        stay = set() if history.tip is None else must_stay(history.tip, commits)
+        # A commit whose entry cannot be read may have been allowed to remove anything before it.
+        self._must_stay = {
+            slot
+            for slot in stay
+            if slot == max(self._chain) or all(one.path < slot_path(slot) for one in history.damaged)
+        }
 
     def check(self, manifest: Manifest, meter: _Meter) -> CheckedCheckpoint:
         """Check one checkpoint."""
@@ -211,7 +222,7 @@ class _Run:
             try:
                 bound = Wholes(parts).check()
             except CheckpointDamaged as error:
-                damage.append(Damage(path=manifest.parts[0].path, reason=str(error)))
+                damage.append(Damage(path=manifest.save.register_path, reason=str(error)))
         return self.judged(
             CheckedCheckpoint(
                 slot=manifest.slot,
@@ -240,17 +251,23 @@ class _Run:
     def _damage(self, manifest: Manifest, meter: _Meter, parts: list[PartRecord]) -> Iterator[Damage]:
         """Yield the damage of a checkpoint's files, and add the records that can be read to ``parts``."""
         jobs: list[tuple[PartRecord, int]] = []
-        for ref in manifest.parts:
+        try:
+            register = fetch_register(self._storage, manifest)
+        except CheckpointDamaged as error:
+            yield _as_damage(manifest.save.register_path, error)
+            return
+        for rank in range(manifest.world_size):
+            path = manifest.save.part_path(rank)
             try:
-                part = fetch_part(self._storage, manifest, ref)
+                part = fetch_part(self._storage, manifest, register, rank)
             except CheckpointDamaged as error:
-                yield _as_damage(ref.path, error)
+                yield _as_damage(path, error)
                 continue
-            meter.add(ref.size_bytes)
+            meter.add(self._kept.size_of(path))
             parts.append(part)
             jobs += [(part, index) for index in range(len(part.files))]
         for (part, index), found in zip(jobs, self._pool.map(self._file_damage, jobs), strict=True):
-            if not part.is_earlier(part.files[index]):
+            if part.files[index].path not in part.earlier:
                 meter.add(part.files[index].size_bytes)
             if found is not None:
                 yield found

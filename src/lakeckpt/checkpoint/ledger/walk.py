@@ -15,13 +15,14 @@ The module is pure. It never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from lakeckpt.checkpoint.consumed.rest_of_epoch import rows_consumed
 from lakeckpt.checkpoint.consumed.rows import Order, order_name
-from lakeckpt.checkpoint.format.manifest import Excluded, Manifest, ReaderRecord, Stretch
+from lakeckpt.checkpoint.format.manifest import Excluded, Manifest, Stretch
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, piece_of
-from lakeckpt.checkpoint.restore.rest_of_epoch import rows_consumed
+from lakeckpt.checkpoint.ledger.records import Records, SourceRecord, SourceStretch
 from lakeckpt.core.changes import replan
 from lakeckpt.core.consumption import consumed, consumption
 from lakeckpt.core.identity import Identity
@@ -31,10 +32,7 @@ from lakeckpt.core.state import State
 from lakeckpt.errors import StateMismatch
 from lakeckpt.lake.table.index import TableIndex
 
-__all__ = ["ReaderWalk", "Records"]
-
-Records = Sequence[tuple[Manifest, ReaderRecord]]
-"""The records of one reader, each with its manifest, oldest first."""
+__all__ = ["ReaderWalk"]
 
 
 class ReaderWalk:
@@ -70,21 +68,21 @@ class ReaderWalk:
         identities: dict[str, Identity] = {}
         for manifest, record in self._records:
             for stretch in record.stretches:
-                begin, end = State.from_plain(stretch.begin), State.from_plain(stretch.end)
+                begin = stretch.begin
                 origin = origin or begin
                 identities[order_name(begin.identity)] = begin.identity
                 self._check_begun(manifest, begin)
-                self._take(manifest, begin, end, stretch.consumed)
+                self._take(manifest, stretch)
                 self._follow(begin)
-                self._follow(end)
-            tip = State.from_plain(record.state)
+                self._follow(stretch.end)
+            tip = record.state
             self._follow(tip)
             self._take_excluded(manifest, record)
             origin = origin or tip
             self.topologies[tip.segment.topology] = None
-            moved = [one for one in record.stretches if one.consumed or one.basis != "suspected"]
+            moved = [one for one in record.stretches if one.has_moved or one.record.basis != "suspected"]
             if moved:
-                self._check_frontier(manifest, record, State.from_plain(moved[-1].end))
+                self._check_frontier(manifest, record, moved[-1].end)
             advance()
         assert tip is not None and origin is not None
         identities[order_name(tip.identity)] = tip.identity
@@ -98,11 +96,12 @@ class ReaderWalk:
         """Record a reason against a proof, once."""
         self.doubts[text] = None
 
-    def _take(self, manifest: Manifest, begin: State, end: State, recorded: Mapping[int, Intervals]) -> None:
+    def _take(self, manifest: Manifest, stretch: SourceStretch) -> None:
+        begin, recorded = stretch.begin, stretch.consumed
         self.topologies[begin.segment.topology] = None
         slot = f"slot {manifest.slot}"
         try:
-            derived = consumption(begin, end)
+            derived = consumption(begin, stretch.end)
         except StateMismatch as error:
             self.doubt(f"{slot}: two recorded states do not follow from one another: {error}")
         else:
@@ -116,7 +115,7 @@ class ReaderWalk:
             if positions:
                 self.pieces.setdefault(epoch, []).append(piece_of(begin, epoch, positions, manifest))
 
-    def _take_excluded(self, manifest: Manifest, record: ReaderRecord) -> None:
+    def _take_excluded(self, manifest: Manifest, record: SourceRecord) -> None:
         """Collect what the record excludes, in the order of the stretch that consumed it."""
         for one in record.excluded:
             for epoch, positions in one.positions.items():
@@ -124,7 +123,7 @@ class ReaderWalk:
                 for stretch in record.stretches:
                     if positions.intersection(stretch.consumed.get(epoch, Intervals.empty())):
                         found = stretch.begin
-                piece = piece_of(State.from_plain(found), epoch, positions, manifest)
+                piece = piece_of(found, epoch, positions, manifest)
                 self.excluded.setdefault(epoch, []).append((piece, one))
 
     # --- the last state of each epoch
@@ -142,7 +141,7 @@ class ReaderWalk:
             mine, follows = before.identity, "carry" in (before.identity.tail, state.identity.tail)
             identity = mine if follows else state.identity.of_version(mine)
             lanes, batch_size, ranks = state.segment.topology
-            last = replan(replace(before, identity=identity), num_lanes=lanes, batch_size=batch_size, world_size=ranks)
+            last = replan(replace(before, orders=(identity,)), num_lanes=lanes, batch_size=batch_size, world_size=ranks)
             self.ends[before.epoch] = last if Plan(last).at_end else before
         self.ends[state.epoch] = state
         self._latest = state
@@ -168,8 +167,7 @@ class ReaderWalk:
         self.notes[
             f"the rest of epoch {state.epoch} went on with other excluded row groups"
             if is_same_version
-            else f"what was left of epoch {state.epoch} was carried over to another version of the table; that these "
-            "are the same rows was proved by a key, then"
+            else f"what was left of epoch {state.epoch} went on with another version of the table"
         ] = None
 
     def _index_of(self, identity: Identity) -> TableIndex | None:
@@ -187,9 +185,9 @@ class ReaderWalk:
                 "than where they stopped: the items between were lost, or repeated"
             )
 
-    def _check_frontier(self, manifest: Manifest, record: ReaderRecord, end: State) -> None:
+    def _check_frontier(self, manifest: Manifest, record: SourceRecord, end: State) -> None:
         """The record of optimizer steps must end where the last stretch does."""
-        frontier = record.steps.frontier(manifest.step)
+        frontier = record.record.steps.frontier(manifest.step)
         if frontier is None:
             return
         if (end.epoch, end.step) != frontier:
@@ -233,7 +231,7 @@ class ReaderWalk:
         """Check that no attempt is suspected of reading ahead, and count the attempts that inferred consumption."""
         by_attempt: dict[int, list[tuple[int, Stretch]]] = {}
         for manifest, record in self._records:
-            for stretch in record.stretches:
+            for stretch in record.record.stretches:
                 attempt = manifest.attempt if stretch.attempt < 0 else stretch.attempt
                 by_attempt.setdefault(attempt, []).append((manifest.step, stretch))
         inferred = 0

@@ -8,8 +8,10 @@ of the ranks that hold it, spread by size.
 
 Parts of sharded tensors are not compared one by one: no two ranks that shard a tensor hold the same part, and a
 thousand ranks would send each other a million digests. All parts of an item that one mesh shards alike form a *bundle*.
-A rank sends one digest of a bundle, and ranks that send the same digest hold replicas. Only they know the parts of the
-bundle, and they compute among themselves who writes which part.
+A rank sends two digests of a bundle: of what it is, and of its contents. Ranks that send the same contents hold
+replicas. Only they know the parts of the bundle, and they compute among themselves who writes which part. Ranks that
+send other contents of the same bundle hold replicas that drifted apart, and the save is refused by the names of the
+tensors.
 
 The module never touches storage, imports without torch and starts no threads.
 """
@@ -19,27 +21,27 @@ from __future__ import annotations
 import heapq
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, short_digest
 from lakeckpt.checkpoint.format.fields import Ranks, holds, ranges
 from lakeckpt.checkpoint.format.parts import Outline
-from lakeckpt.checkpoint.format.units import Unit, UnitId
+from lakeckpt.checkpoint.format.units import SUMS, TENSOR, Unit, UnitId, sum_of
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.errors import TrackingError
 from lakeckpt.tracking.rounds import Rounds
-from lakeckpt.tracking.tally import Tally
+from lakeckpt.tracking.tally import Tally, name_ranks
 
-__all__ = ["SUMS", "Agreement", "Shares", "agree", "sum_of"]
+__all__ = ["Agreement", "Shares", "agree"]
 
 _UNITS = "the units"
 _DIGEST = "digest of "
 _BUNDLE = "bundle "
+_KIND_BYTES = 8
 _PREFIX = "unit "
 _ANNOUNCED = "announced "
 _BUCKETS = 256
-SUMS: int = 2 ** (8 * DIGEST_BYTES)
-"""The modulus of sums of units."""
 
 Held = Mapping[UnitId, tuple[int, Intervals]]
 """A unit → its size in bytes, and the ranks that hold it."""
@@ -91,7 +93,8 @@ def agree(
     several ranks announce, the value of the first counts. ``states`` are facts, too: name of a state → facts of its
     fields, of which a digest crosses unless they differ.
 
-    Raises `TrackingError` naming the ranks and the fact, `MissingRanksError` naming the ranks.
+    Raises `TrackingError` naming the ranks and the fact, or replicas that drifted apart, and `MissingRanksError` naming
+    the ranks.
     """
     alone = sorted((unit for unit in units if unit.bundle is None), key=lambda unit: unit.id)
     bundles: defaultdict[Hashable, list[Unit]] = defaultdict(list)
@@ -101,20 +104,25 @@ def agree(
     digests = [_digest_of_bundle(bundle) for bundle in bundles.values()]
     announced = {f"{_ANNOUNCED}{name}": value for name, value in announce.items()}
     alike = {f"{_DIGEST}{name}": _digest_of_facts(fields) for name, fields in (states or {}).items()}
-    bundled = dict.fromkeys((f"{_BUNDLE}{one}" for one in digests), "")
+    kinds = {f"{_BUNDLE}{_kind_of(bundle)}": bundle for bundle in bundles.values()}
+    bundled = dict(zip(kinds, digests, strict=True))
     tally = talk.everyone({**facts, **alike, _UNITS: _digest(alone), **bundled, **announced})
     tally.require_agreement(sorted(facts))
     _compare_states(talk, tally, states or {})
+    _compare_replicas(talk, tally, kinds)
     held = _held(talk, alone, alike=len(tally.facts[_UNITS]) == 1)
-    holders = {name.removeprefix(_BUNDLE): ranks[""] for name, ranks in tally.facts.items() if name.startswith(_BUNDLE)}
+    holders: dict[str, Intervals] = {}
+    for text, ranks in _bundles_in(tally):
+        holders[text] = holders[text].union(ranks) if text in holders else ranks
     mine: defaultdict[Intervals, list[Unit]] = defaultdict(list)
     for digest, bundle in zip(digests, bundles.values(), strict=True):
         mine[holders[digest]] += bundle
     loads = [0] * talk.world_size
     sums: defaultdict[Intervals, int] = defaultdict(int)
     for text, ranks in holders.items():
-        total, size_bytes = map(int, text.split(":"))
-        sums[ranks] += total
+        total, _, size = text.partition(":")
+        size_bytes = int(size)
+        sums[ranks] += int(total, 16)
         for rank in _each(ranks):
             loads[rank] += size_bytes // ranks.size
     texts = [f"{name}={value}" for name, value in sorted({**facts, **alike}.items())]
@@ -142,15 +150,41 @@ def _compare_states(talk: Rounds, tally: Tally, states: Mapping[str, Mapping[str
         tally.require_agreement(differ)
 
 
-def sum_of(units: Iterable[UnitId]) -> int:
-    """Return one number for units in any order: the sum of their digests modulo 2^128."""
-    every = (short_digest(name.encode(), content) for name, content in units)
-    return sum(int.from_bytes(one, "big") for one in every) % SUMS
+def _compare_replicas(talk: Rounds, tally: Tally, kinds: Mapping[str, Sequence[Unit]]) -> None:
+    """Raise `TrackingError`, which names a tensor and its ranks, if replicas inside of one mesh are not alike.
+
+    All ranks see in the ``tally`` whether any are not, and a rank without these tensors takes part in the round, too.
+    """
+    differ = [name for name, values in tally.facts.items() if name.startswith(_BUNDLE) and len(values) > 1]
+    if not differ:
+        return
+    mine = {f"{name} {unit.id[0]}": unit.id[1].hex() for name in differ for unit in kinds.get(name, ())}
+    found = {name: values for name, values in talk.everyone(mine).facts.items() if len(values) > 1}
+    name, values = min(found.items())
+    key = name.partition(f" {TENSOR}")[2]
+    ranks = " and ".join(name_ranks(one) for one in values.values())
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    raise TrackingError(
+        f"{ranks} hold replicas of {key!r}{more}, which must be alike: these ranks are in one DTensor mesh, and their "
+        "contents differ. Nothing was saved. Train replicas with the same gradients and the same optimizer steps, or "
+        "keep what belongs to one rank in a plain tensor; a restore makes replicas alike again"
+    )
+
+
+def _bundles_in(tally: Tally) -> Iterator[tuple[str, Intervals]]:
+    """Yield the contents of bundles, and the ranks that hold them."""
+    return (pair for name, values in tally.facts.items() if name.startswith(_BUNDLE) for pair in values.items())
+
+
+def _kind_of(bundle: Sequence[Unit]) -> str:
+    """Return a digest of which tensors a bundle has, and how they are divided, apart from their contents."""
+    kinds = sum_of((unit.id[0], unit.id[1][DIGEST_BYTES:]) for unit in bundle)
+    return short_digest(repr(bundle[0].bundle).encode(), b"%x" % kinds)[:_KIND_BYTES].hex()
 
 
 def _digest_of_bundle(bundle: Sequence[Unit]) -> str:
     """Return the sum of the units of a bundle, and their size."""
-    return f"{sum_of(unit.id for unit in bundle)}:{sum(unit.size_bytes for unit in bundle)}"
+    return f"{sum_of(unit.id for unit in bundle):x}:{sum(unit.size_bytes for unit in bundle)}"
 
 
 def _each(ranks: Intervals) -> Iterable[int]:

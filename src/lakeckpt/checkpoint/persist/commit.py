@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from lakeckpt.checkpoint.format.begins import said_of
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.fields import Ranks
-from lakeckpt.checkpoint.format.manifest import Manifest, PartRef
-from lakeckpt.checkpoint.format.parts import PARTS, PartRecord, SaveId
+from lakeckpt.checkpoint.format.manifest import Manifest, said_of
+from lakeckpt.checkpoint.format.parts import PARTS, PartHead, PartRecord, SaveId
 from lakeckpt.checkpoint.format.sharing import say_ranks
-from lakeckpt.checkpoint.format.units import UnitId, tensor_unit, tree_unit
-from lakeckpt.checkpoint.persist.agreement import SUMS, sum_of
+from lakeckpt.checkpoint.format.units import SUMS
 from lakeckpt.checkpoint.persist.failures import published_failure
 from lakeckpt.checkpoint.persist.log import SlotTaken, read_entry
-from lakeckpt.checkpoint.state.wholes import Wholes
+from lakeckpt.checkpoint.state.wholes import Box, Wholes, untiled
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (
     AttemptSuperseded,
@@ -43,6 +41,7 @@ from lakeckpt.tracking.tally import name_ranks
 from lakeckpt.tracking.waiting import Waiter, poll
 
 __all__ = [
+    "Collected",
     "Expected",
     "Remarks",
     "await_commit",
@@ -76,10 +75,19 @@ class Remarks:
 class Expected:
     """The units that the ranks agreed to write."""
 
-    alone: Sequence[Set[UnitId]]
-    """The units of each rank that are in no bundle. An empty content stands for any content."""
+    alone: Sequence[int]
+    """`lakeckpt.checkpoint.format.units.sum_of` the units of each rank that are in no bundle."""
     bundles: Mapping[Ranks, int]
-    """Ranks → `lakeckpt.checkpoint.persist.agreement.sum_of` the units of bundles that they write between them."""
+    """Ranks → the sum of the units of bundles that they write between them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """The parts of all ranks."""
+
+    heads: tuple[PartHead, ...]
+    digests: bytes
+    """`short_digest` of each part, one behind the other."""
 
 
 def collect_parts(
@@ -92,7 +100,7 @@ def collect_parts(
     waiter: Waiter,
     timeout_s: float,
     still: Callable[[], None] = lambda: None,
-) -> tuple[list[PartRef], list[PartRecord]]:
+) -> Collected:
     """Wait for the parts of all ranks; read and check each part as it comes.
 
     ``still`` is called whenever parts are missing, and raises if waiting has become pointless.
@@ -100,8 +108,7 @@ def collect_parts(
     agreed, or a tensor whose parts do not make up the whole tensor.
     """
     folder = f"{PARTS}/{save.folder}"
-    found: dict[int, tuple[PartRef, PartRecord]] = {}
-    sums: defaultdict[Ranks, int] = defaultdict(int)
+    found: dict[int, tuple[PartHead, bytes]] = {}
 
     def look() -> bool | None:
         new: dict[str, int] = {}
@@ -114,7 +121,7 @@ def collect_parts(
                 new[info.path] = rank
         read = list(pool.map(storage.read, new))
         for (path, rank), data in zip(new.items(), read, strict=True):
-            found[rank] = _checked_part(path, data, rank, save, cut, expected.alone[rank], sums)
+            found[rank] = _checked_part(path, data, rank, save, cut, expected.alone[rank]), short_digest(data)
         if len(found) == world_size:
             return True
         still()
@@ -128,50 +135,63 @@ def collect_parts(
             f"the checkpoint of step {save.step} was dropped: {name_ranks(missing)} of {world_size} did not publish "
             f"a part within {timeout_s:g} s; see their logs. Nothing was committed"
         )
-    for ranks in {*sums, *expected.bundles}:
-        if sums.get(ranks, 0) % SUMS != expected.bundles.get(ranks, 0):
-            raise SaveFailed(f"step {save.step}: {say_ranks(ranks)} did not write what they agreed on at the cut")
-    parts = [found[rank] for rank in sorted(found)]
-    try:
-        Wholes([part for _, part in parts]).check()
-    except CheckpointDamaged as error:
-        raise SaveFailed(
-            f"step {save.step} could not be restored, and was not committed: {error}. Let each rank hold of a DTensor "
-            "what its mesh and placements say, let all ranks of its mesh save into one run, and let each stage of a "
-            "pipeline save into a run of its own (group=)"
-        ) from error
-    return [ref for ref, _ in parts], [part for _, part in parts]
+    heads = tuple(found[rank][0] for rank in range(world_size))
+    _check_bundles(save, heads, expected.bundles)
+    _check_tiles(storage, save, heads)
+    return Collected(heads=heads, digests=b"".join(found[rank][1] for rank in range(world_size)))
 
 
-def _checked_part(
-    path: str,
-    data: bytes,
-    rank: int,
-    save: SaveId,
-    cut: bytes,
-    alone: Set[UnitId],
-    sums: defaultdict[Ranks, int],
-) -> tuple[PartRef, PartRecord]:
-    """Return a part that holds what its rank agreed to write. Its units that are not in ``alone`` are added to the
-    ``sums``."""
+def _checked_part(path: str, data: bytes, rank: int, save: SaveId, cut: bytes, alone: int) -> PartHead:
+    """Return the head of a part that holds what its rank agreed to write."""
     try:
-        part = PartRecord.from_bytes(data)
+        head = PartHead.from_bytes(data)
     except WireError as error:
         raise SaveFailed(f"{path}: the part of rank {rank} does not read back as it was written: {error}") from error
-    loose = {name for name, content in alone if not content}
-    wrote = {tensor_unit(one.spec, one.digest): one.ranks for one in part.tensors}
-    for tree in part.trees:
-        name, content = tree_unit(tree.item, tree.digest)
-        wrote[name, b"" if name in loose else content] = tree.ranks
-    if (part.save, part.rank, part.cut) != (save, rank, cut) or not alone <= wrote.keys():
+    if (head.save, head.rank, head.cut, head.alone) != (save, rank, cut, alone):
         raise SaveFailed(f"{path}: the part of rank {rank} does not hold what the ranks agreed on at the cut")
-    for what in wrote.keys() - alone:
-        sums[wrote[what]] += sum_of([what])
-    return PartRef(rank=rank, path=path, size_bytes=len(data), digest=short_digest(data)), part
+    return head
 
 
-def verify_objects(storage: Storage, parts: Sequence[PartRecord]) -> None:
+def _check_bundles(save: SaveId, heads: Sequence[PartHead], expected: Mapping[Ranks, int]) -> None:
+    """Raise `SaveFailed` if ranks did not write the parts of tensors that they agreed on."""
+    sums: defaultdict[Ranks, int] = defaultdict(int)
+    for ranks, total in (pair for head in heads for pair in head.divided):
+        sums[ranks] += total
+    for ranks in {*sums, *expected}:
+        if sums.get(ranks, 0) % SUMS != expected.get(ranks, 0):
+            raise SaveFailed(f"step {save.step}: {say_ranks(ranks)} did not write what they agreed on at the cut")
+
+
+def _check_tiles(storage: Storage, save: SaveId, heads: Sequence[PartHead]) -> None:
+    """Raise `SaveFailed` if parts of a tensor are missing or overlap.
+
+    Tensors that have one shape and are divided alike have their parts at the same places: one look at these places, and
+    at the sums of the tensors' names, serves all of them. Only if something is wrong, the records of all tensors are
+    read, to name the tensor.
+    """
+    names: defaultdict[tuple[object, tuple[int, ...]], defaultdict[Box, int]] = defaultdict(lambda: defaultdict(int))
+    for tile in (tile for head in heads for tile in head.tiles):
+        names[(tile.dims, tile.ranks), tile.shape][tile.offsets, tile.sizes] += tile.names
+    if all(
+        len({total % SUMS for total in boxes.values()}) == 1 and untiled(shape, boxes) is None
+        for (_, shape), boxes in names.items()
+    ):
+        return
+    try:
+        Wholes([PartRecord.from_bytes(storage.read(save.part_path(head.rank))) for head in heads]).check()
+        return
+    except CheckpointDamaged as error:
+        why = str(error)
+    raise SaveFailed(
+        f"step {save.step} could not be restored, and was not committed: {why}. Let each rank hold of a DTensor what "
+        "its mesh and placements say, let all ranks of its mesh save into one run, and let each stage of a pipeline "
+        "save into a run of its own (group=)"
+    )
+
+
+def verify_objects(storage: Storage, parts: Iterable[PartHead | PartRecord]) -> None:
     """Check that every object that the parts name has its size. Raises `SaveFailed` naming an object that is not."""
+    parts = list(parts)
     folders = {file.path.rpartition("/")[0] for part in parts for file in part.files}
     listed = {info.path: info.size_bytes for folder in sorted(folders) for info in storage.list(folder)}
     for part in parts:

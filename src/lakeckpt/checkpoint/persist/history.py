@@ -3,22 +3,17 @@
 The history is the chain of manifests from the tip back through the parents. Every other manifest is of an abandoned
 branch: work that was rolled back. The tip is the newest commit, or the checkpoint that the newest `Restored` entry
 names. An attempt that only began changes nothing of the history. Entries that cannot be read are reported, never
-guessed. The module reads only the log, because the record outlives the data of the checkpoints. `kept_of` applies the
-rule by which checkpoints keep their data.
+guessed. The module reads only the log, because the record outlives the data of the checkpoints.
 
 It imports without torch and starts no threads of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import isnan
-from typing import Literal
 
-from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.manifest import Begin, Manifest, Restored
-from lakeckpt.checkpoint.format.parts import PARTS
 from lakeckpt.checkpoint.persist.log import Damage, LogView, read_log, slot_path
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.progress import Progress
@@ -27,15 +22,11 @@ __all__ = [
     "INDEX",
     "History",
     "at_work",
-    "best_first",
-    "folders_there",
     "has_obeyed",
     "history_of",
     "index_path",
-    "kept_ever_since",
-    "kept_of",
-    "lost_entries",
     "must_stay",
+    "newest_slot",
     "not_rolled_back",
     "read_history",
     "selection_path",
@@ -60,8 +51,6 @@ class History:
     restores: tuple[Restored, ...] = ()
     """The restores of attempts, and roll-backs, in order."""
     damaged: tuple[Damage, ...]
-    lost: str = ""
-    """Why the newest entries of the log seem to be lost; empty if nothing shows that, or nobody has looked."""
 
     @property
     def tip(self) -> Manifest | None:
@@ -96,7 +85,7 @@ def read_history(storage: Storage, *, tip: int | None = None, progress: Progress
 def history_of(view: LogView, *, tip: int | None = None) -> History:
     """Return the history in a log; with ``tip``, as it was when that checkpoint was the newest."""
     view = view if tip is None else view.until(tip)
-    at = _newest(view) if tip is None else tip
+    at = newest_slot(view) if tip is None else tip
     chain: list[Manifest] = []
     broken_at = None
     while at is not None:
@@ -121,7 +110,9 @@ def history_of(view: LogView, *, tip: int | None = None) -> History:
     )
 
 
-def _newest(view: LogView) -> int | None:
+def newest_slot(view: LogView) -> int | None:
+    """Return the slot of the newest checkpoint of the history: the newest commit, or what an attempt or a roll-back has
+    gone back to since."""
     entry = _newest_but_begins(view)
     if isinstance(entry, Manifest):
         return entry.slot
@@ -167,95 +158,12 @@ def has_obeyed(view: LogView, step: int) -> bool:
     return any(one.rolled_back_to == step and one.restored in slots for one in view.restores)
 
 
-def folders_there(storage: Storage) -> set[str]:
-    """Return the folders (`lakeckpt.checkpoint.format.parts.SaveId.folder`) of saves that still have parts."""
-    return {info.path.removeprefix(f"{PARTS}/").rpartition("/")[0] for info in storage.list(PARTS)}
-
-
-def must_stay(history: History) -> set[int]:
-    """Return the slots of the checkpoints whose data no commit in the log was allowed to remove, the tip among them."""
-    if history.tip is None:
-        return set()
-    commits = sorted([*history.chain, *history.abandoned], key=lambda manifest: manifest.slot)
-    kept = kept_ever_since(commits, history.tip.slot)
-    # A commit whose entry cannot be read may have been allowed to remove anything before it.
-    return {slot for slot in kept if all(one.path < slot_path(slot) for one in history.damaged)} | {history.tip.slot}
-
-
-def lost_entries(history: History, there: Collection[str]) -> str:
-    """Return why newer entries of the log seem to be lost; empty if nothing shows that.
-
-    ``there`` are the `folders_there`, listed before the log was read. Retention removes the oldest data first, behind a
-    newer commit. If one of the newest checkpoints has no data, and no commit in the log was allowed to remove them,
-    then the commit that removed them is not in the log any more: provided that the tip has data, or that a newer save,
-    which the log does not know, has parts. If all data are gone, as of a run that was trained to its end, nothing
-    follows.
-    """
-    tip, stays = history.tip, must_stay(history)
-    if tip is None or tip.keep is None:
-        return ""
-    if tip.save.folder not in there:
-        known = {one.save.folder for one in (*history.chain, *history.abandoned)}
-        newer = any(folder > tip.save.folder and folder not in known for folder in there)
-        if not newer or any(one.path > slot_path(tip.slot) for one in history.damaged):
-            return ""  # a commit that is there and damaged is reported by itself
-        commits = sorted([*history.chain, *history.abandoned], key=lambda manifest: manifest.slot)
-        if tip.slot not in kept_ever_since(commits, tip.slot):
-            return ""
-    gone = [one for one in history.chain[-tip.keep.last :] if one.slot in stays and one.save.folder not in there]
-    if not gone:
-        return ""
-    steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in gone)
-    return (
-        f"the data of step {steps} are gone, and no commit in the log was allowed to remove them: entries newer than "
-        f"{slot_path(tip.slot)} (step {tip.step:,}) seem to be lost, unless somebody removed these data by hand. "
-        "Stop the job and put the entries back from a copy of the log, if there is one; else training goes on from "
-        "the newest checkpoint that is whole"
-    )
-
-
-def kept_of(chain: Sequence[Manifest], keep: Keep) -> frozenset[int]:
-    """Return the slots of the checkpoints in ``chain`` (the oldest first) that keep their data.
-
-    The rule selects the same checkpoints after the others have been removed. So a removal that was interrupted can be
-    continued later, and is not mistaken for damage.
-
-    >>> from types import SimpleNamespace as One
-    >>> chain = [One(slot=n, step=40 * n, metric=abs(n - 2.0)) for n in range(1, 8)]
-    >>> sorted(kept_of(chain, Keep(last=1, every=100, best=1)))
-    [2, 3, 5, 7]
-    """
-    kept = {one.slot for one in chain[-keep.last :]}
-    if keep.every is not None:
-        firsts: dict[int, int] = {}
-        for one in chain:
-            if one.step >= keep.every:
-                firsts.setdefault(one.step // keep.every, one.slot)
-        kept |= set(firsts.values())
-    return frozenset(kept | {one.slot for one in best_first(chain, keep.best_is)[: keep.best]})
-
-
-def best_first(checkpoints: Iterable[Manifest], best_is: Literal["lowest", "highest"]) -> list[Manifest]:
-    """Return the ``checkpoints`` that have a metric other than NaN, the best first; of equal ones the newest first."""
-    sign = 1.0 if best_is == "lowest" else -1.0
-    rated = [
-        (sign * one.metric, -one.slot, one) for one in checkpoints if one.metric is not None and not isnan(one.metric)
-    ]
-    return [one for _, _, one in sorted(rated, key=lambda row: row[:2])]
-
-
-def kept_ever_since(commits: Sequence[Manifest], tip: int) -> frozenset[int]:
+def must_stay(tip: Manifest, commits: Iterable[Manifest]) -> set[int]:
     """Return the slots of the history that ends with ``tip`` whose data no commit was allowed to remove.
 
-    ``commits`` are all commits of a log, in its order. Each commit removed the data that its rule did not keep in its
-    own history. This includes the commits of branches that were abandoned later.
+    ``commits`` are those of a log. Behind the newest of them, only the data that it names in ``kept`` is left, whether
+    or not it was rolled back later.
     """
-    by_slot = {one.slot: one for one in commits}
-    kept: dict[int, frozenset[int]] = {}
-    for one in commits:
-        before = kept.get(one.parent, frozenset()) if one.parent is not None else frozenset()
-        chain = [*(by_slot[slot] for slot in sorted(before)), one]
-        kept[one.slot] = frozenset({one.slot}) if one.keep is None else kept_of(chain, one.keep)
-    return frozenset(
-        slot for slot in kept.get(tip, ()) if all(slot in some for other, some in kept.items() if other > slot)
-    )
+    newest = max((tip, *commits), key=lambda one: one.slot)
+    stay = tip.kept.intersection(newest.kept)
+    return {slot for start, stop in stay.pairs() for slot in range(start, stop)} | {tip.slot}

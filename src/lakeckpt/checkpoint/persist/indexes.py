@@ -19,7 +19,7 @@ from lakeckpt.errors import ObjectMissing, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.reading.filters.selection import RowSelection
-from lakeckpt.tracking.readers import index_of, versions_of
+from lakeckpt.tracking.readers import index_of, tables_of, versions_of
 
 __all__ = ["Document", "documents_of", "documents_of_all", "filtered", "offer", "save", "write_documents"]
 
@@ -39,8 +39,9 @@ def documents_of(reader: object) -> Mapping[str, Document]:
 
 
 def filtered(readers: Iterable[object]) -> list[Any]:
-    """Return the ``readers`` that have a filter or pack documents."""
-    return [one for one in readers if _counted(one) and index_of(one) is not None]
+    """Return what has a filter or packs documents: of the ``readers``, and of the sources of mixtures."""
+    every = tables_of({str(at): one for at, one in enumerate(readers)}).values()
+    return [one for one in every if _counted(one) and index_of(one) is not None]
 
 
 def _counted(reader: object) -> int:

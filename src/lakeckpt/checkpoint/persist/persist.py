@@ -22,8 +22,10 @@ from lakeckpt.checkpoint.format.parts import (
     Outline,
     PartRecord,
     SaveId,
+    SiteWaits,
     SlabRecord,
     TensorRecord,
+    Tile,
     TreeRecord,
 )
 from lakeckpt.checkpoint.format.slabs import SLAB_BYTES, digests_of_slabs, slab_specs
@@ -73,8 +75,10 @@ def persist(
     tensors: Sequence[OwnedTensor],
     trees: Sequence[TreeRecord],
     outline: Outline | None = None,
+    tiles: tuple[Tile, ...] = (),
     reports: Mapping[str, bytes] | None = None,
     excluded: bytes = b"",
+    waits: tuple[SiteWaits, ...] = (),
     earlier: Earlier | None = None,
     intact: Callable[[], None] = lambda: None,
 ) -> PartRecord:
@@ -107,8 +111,10 @@ def persist(
         tensors=tuple(_record(one, some, places) for one, some in zip(tensors, slabs, strict=True)),
         trees=tuple(trees),
         outline=outline,
+        tiles=tiles,
         reports=reports or {},
         excluded=excluded,
+        waits=waits,
     )
     storage.put(save.part_path(rank), [part.to_bytes()])
     return part

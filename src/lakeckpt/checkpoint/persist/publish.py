@@ -13,22 +13,25 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lakeckpt import __version__
+from lakeckpt.checkpoint.bubbles.record import waits_of_job
 from lakeckpt.checkpoint.consumed.excluded import excluded_of, with_excluded
-from lakeckpt.checkpoint.consumed.pending import joined, since, weakest
+from lakeckpt.checkpoint.consumed.pending import announced_bases, basis_of_others, joined, since
 from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of, shared_fields
+from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.manifest import Manifest
-from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, SaveId, TreeRecord
-from lakeckpt.checkpoint.format.units import tensor_unit, tree_unit
-from lakeckpt.checkpoint.format.verified_reads import fetch_part
+from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, SaveId, TreeRecord, tiles_of
+from lakeckpt.checkpoint.format.register import KeptCheckpoint, Register
+from lakeckpt.checkpoint.format.units import SUMS, sum_of, tensor_unit, tree_unit
+from lakeckpt.checkpoint.format.verified_reads import fetch_part, fetch_register
 from lakeckpt.checkpoint.persist.agreement import Agreement, agree
 from lakeckpt.checkpoint.persist.attempt import Attempt, Tip
-from lakeckpt.checkpoint.persist.commit import Expected, Remarks, await_commit, collect_parts, verify_objects
+from lakeckpt.checkpoint.persist.commit import Collected, Expected, Remarks, await_commit, collect_parts, verify_objects
 from lakeckpt.checkpoint.persist.failures import (
     ListeningWaiter,
     leave_note,
@@ -43,7 +46,6 @@ from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.persist.retention import Retention
 from lakeckpt.checkpoint.persist.unchanged import Earlier
 from lakeckpt.checkpoint.state.staged import StagedCut
-from lakeckpt.core.read_ahead import BASES, Basis
 from lakeckpt.errors import (
     CheckpointDamaged,
     LakeckptError,
@@ -66,20 +68,6 @@ __all__ = ["Publisher", "Settings"]
 
 _FAILURE, _SKIPPED = "failure", "skipped"
 _SHARING, _ = tree_unit(SHARING, b"")
-
-
-def _weaker(cut: StagedCut) -> dict[str, str]:
-    """Return, by reader, how a rank knows that its rows were used, if its training loop did not state it."""
-    found = {name: weakest(pending) for name, pending in cut.readers.items()}
-    return {f"{name!r} is {basis}": reason for name, (basis, reason) in found.items() if basis != "stated"}
-
-
-def _weakest_of_others(reader: str, announced: Mapping[str, str]) -> tuple[Basis, str]:
-    """Return the weakest basis that other ranks have announced of ``reader``."""
-    for basis in reversed(BASES):
-        if f"{reader!r} is {basis}" in announced:
-            return basis, announced[f"{reader!r} is {basis}"]
-    return "stated", ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +111,7 @@ class Publisher:
         self._still = still
         self.tip = Tip(storage, attempt)
         self._lost = ""  # of the log, as the save at hand has found
-        self._retention = Retention(storage)
+        self._retention = Retention(storage, attempt)
         self.remarks = Remarks()  # on the last commit
         self._earlier: tuple[int | None, Earlier] = (None, Earlier())  # a slot, and this rank's part of its commit
 
@@ -136,42 +124,18 @@ class Publisher:
         """
         self._current = save
         try:
-            manifest = self._publish(save, taken, talk)
+            announced = self._announce(save, taken)
+            cut, agreement = self._agree(save, taken, announced, talk)
+            part = self._write(cut, save, agreement)
+            found = self._collect(cut, save, agreement)
+            with self._telling(save) if found is not None else contextlib.nullcontext():
+                manifest = self._commit(save, agreement, found)
         except Exception as error:
             self.tip.failed.add(save)
             if not isinstance(error, SaveSkipped):  # what was referred to may be what is not there: written anew
                 self._earlier = (self._earlier[0], Earlier())
             raise
-        if self._rank == 0:
-            self._prune(manifest)
-        return manifest
-
-    def _publish(self, save: SaveId, taken: StagedCut | Exception, talk: Rounds) -> Manifest:
-        if self._rank == 0:
-            self._clear_failed(save)
-        cut, agreement = self._agree(save, taken, talk)
-        try:
-            part = self._persist(cut, save, agreement)
-        except Exception as error:
-            if not isinstance(error, (LakeckptError, OSError)):
-                self._tell_others(save, error)
-                raise
-            failure = save_failed(f"rank {self._rank} could not write its part of step {save.step}: {error}", error)
-            self._tell_others(save, failure)
-            raise failure from error
-        if self._rank == 0:
-            manifest = self._commit(cut, save, agreement)
-        else:
-            timeout_s = 2 * self._settings.timeout_s  # rank 0 may wait as long for a part before it commits
-            slot = int(agreement.announced["slot"])
-            try:
-                manifest = await_commit(self._storage, save, slot, waiter=self._waiter, timeout_s=timeout_s)
-            except SaveFailed:  # rank 0 may have ended right after its commit
-                if (late := self._committed(save)) is None:
-                    raise
-                manifest = late
-        self.tip.adopt(manifest)
-        self._earlier = (manifest.slot, Earlier.of(part))
+        self._prune(manifest, found, part)
         return manifest
 
     def _tell_others(self, save: SaveId, failure: Exception) -> None:
@@ -194,30 +158,43 @@ class Publisher:
             if self._current.number >= stop[0]:
                 raise stop[1]
 
+    # --- announce
+
+    def _announce(self, save: SaveId, taken: StagedCut | Exception) -> dict[str, str] | Exception:
+        """Return what this rank announces: on rank 0 the slot of the next commit and of its parent, on other ranks how
+        their training loops know what was used. Return why there is nothing to publish, if there is not."""
+        try:
+            if self._rank == 0:
+                self._clear_failed(save)
+            if isinstance(taken, Exception):
+                return taken
+            if self._rank:
+                return announced_bases(taken.readers)
+            slot, parent, self._lost = self.tip.next_slot(), self.attempt.parent, self.tip.lost()
+            return {"slot": str(slot), "parent": "" if parent is None or self._lost else str(parent)}
+        except StorageError as error:
+            return save_failed(f"nothing was saved at step {save.step}: {error}", error)
+        except Exception as error:
+            return error
+
     # --- agree
 
-    def _agree(self, save: SaveId, taken: StagedCut | Exception, talk: Rounds) -> tuple[StagedCut, Agreement]:
+    def _agree(
+        self, save: SaveId, taken: StagedCut | Exception, announced: dict[str, str] | Exception, talk: Rounds
+    ) -> tuple[StagedCut, Agreement]:
         """Agree with all ranks on who writes what. A failure of one rank is raised on all."""
         facts = {"optimizer step": str(save.step), "attempt": str(save.attempt), "save": str(save.number)}
-        failure = taken if isinstance(taken, Exception) else None
-        announced: dict[str, str] = {}
+        failure = announced if isinstance(announced, Exception) else None
         states: dict[str, Mapping[str, str]] = {}
-        try:
-            announced = self._announced() if self._rank == 0 and failure is None else {}
-            if isinstance(taken, StagedCut):
-                facts["tracked readers"] = ", ".join(map(repr, sorted(taken.readers))) or "none"
-                states = {
-                    f"state of reader {name!r}": facts_of(shared_fields(pending[-1].record.state))
-                    for name, pending in taken.readers.items()
-                }
-                announced |= _weaker(taken) if self._rank else {}
-        except StorageError as error:
-            failure = save_failed(f"nothing was saved at step {save.step}: {error}", error)
-        except Exception as error:
-            failure = failure or error
-        if failure is not None:
-            what = _SKIPPED if isinstance(failure, SaveSkipped) else _FAILURE
-            announced = {f"{what} of rank {self._rank}": error_to_text(failure)}
+        if isinstance(announced, Exception):
+            what = _SKIPPED if isinstance(announced, SaveSkipped) else _FAILURE
+            announced = {f"{what} of rank {self._rank}": error_to_text(announced)}
+        if isinstance(taken, StagedCut):
+            facts["tracked readers"] = ", ".join(map(repr, sorted(taken.readers))) or "none"
+            states = {
+                f"state of reader {name!r}": facts_of(shared_fields(pending[-1].record.state))
+                for name, pending in taken.readers.items()
+            }
         try:
             units = taken.staged.units() if isinstance(taken, StagedCut) else []
             agreement = agree(talk, facts=facts, units=units, announce=announced, states=states)
@@ -235,17 +212,21 @@ class Publisher:
         assert isinstance(taken, StagedCut)
         return taken, agreement
 
-    def _announced(self) -> dict[str, str]:
-        """Return what rank 0 announces: the slot of the next commit, and the slot of its parent."""
-        slot, parent, self._lost = self.tip.next_slot(), self.attempt.parent, self.tip.lost()
-        return {
-            "slot": str(slot),
-            "parent": "" if parent is None or self._lost else str(parent),
-        }
+    # --- write
 
-    # --- persist
+    def _write(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> PartRecord:
+        """Write this rank's share and publish its part. The other ranks learn why it could not, if it could not."""
+        try:
+            return self._written(cut, save, agreement)
+        except Exception as error:
+            if not isinstance(error, (LakeckptError, OSError)):
+                self._tell_others(save, error)
+                raise
+            failure = save_failed(f"rank {self._rank} could not write its part of step {save.step}: {error}", error)
+            self._tell_others(save, failure)
+            raise failure from error
 
-    def _persist(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> PartRecord:
+    def _written(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> PartRecord:
         own, staged = ((self._rank, self._rank + 1),), cut.staged
         share = agreement.share(self._rank)
         tensors = [
@@ -269,11 +250,13 @@ class Publisher:
             cut=agreement.cut,
             tensors=tensors,
             trees=trees,
+            tiles=tiles_of((one.staged.spec for one in tensors), staged.shared),
             outline=replace(outline, different=tuple(name for name in outline.different if name != _SHARING)),
             earlier=self._part_of(int(agreement.announced["parent"]) if agreement.announced["parent"] else None),
             intact=cut.intact,
             reports=reports_of(cut.readers),
             excluded=excluded_of(cut.readers),
+            waits=cut.waits,
         )
 
     def _part_of(self, parent: int | None) -> Earlier:
@@ -287,28 +270,105 @@ class Publisher:
             with contextlib.suppress(WireError, CheckpointDamaged, StorageError):
                 found = None if parent is None else read_entry(self._storage, parent)
                 if isinstance(found, Manifest) and self._rank < found.world_size:
-                    part = fetch_part(self._storage, found, found.parts[self._rank])
+                    part = fetch_part(self._storage, found, fetch_register(self._storage, found), self._rank)
                     self._earlier = (parent, Earlier.of(part))
         return self._earlier[1]
 
-    # --- commit
+    # --- collect
 
-    def _commit(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> Manifest:
+    def _collect(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> tuple[Manifest, Register] | None:
+        """On rank 0, wait for the parts of all ranks, verify them, and return what is to be committed."""
+        if self._rank:
+            return None
+        with self._telling(save):
+            alone = [0] * self._world_size
+            for what, (owner, _) in agreement.owners.items():
+                alone[owner] += sum_of([what])
+            collected = collect_parts(
+                self._storage,
+                save,
+                world_size=self._world_size,
+                cut=agreement.cut,
+                expected=Expected(alone=[one % SUMS for one in alone], bundles=agreement.bundles),
+                waiter=self._waiter,
+                timeout_s=self._settings.timeout_s,
+                still=self._still,
+            )
+            verify_objects(self._storage, collected.heads)
+            return self._checkpoint(cut, save, agreement, collected)
+
+    def _checkpoint(
+        self, cut: StagedCut, save: SaveId, agreement: Agreement, collected: Collected
+    ) -> tuple[Manifest, Register]:
+        readers = {
+            name: joined(
+                of_all_ranks(name, since(pending, self.attempt.recorded), [one.reports for one in collected.heads]),
+                others=basis_of_others(name, agreement.announced),
+            )
+            for name, pending in cut.readers.items()
+        }
+        excluded = (one.excluded for one in collected.heads)
+        slot = int(agreement.announced["slot"])
+        one = KeptCheckpoint(slot=slot, attempt=save.attempt, step=cut.step, number=save.number, metric=cut.metric)
+        register = self._retention.register(one, collected, self._settings.keep)
+        data = register.to_bytes()
+        self._storage.put(save.register_path, [data])
+        manifest = Manifest(
+            run=self.attempt.run,
+            slot=slot,
+            attempt=save.attempt,
+            parent=self.attempt.parent,
+            step=cut.step,
+            number=save.number,
+            world_size=self._world_size,
+            cut=agreement.cut,
+            register=short_digest(data),
+            kept=register.slots,
+            readers=with_excluded(readers, excluded, after=self.attempt.recorded, upto=cut.step),
+            seed=self.attempt.seed,
+            library=__version__,
+            created_s=float(self._clock()),
+            write_id=uuid.uuid4().hex,
+            keep=self._settings.keep,
+            metric=cut.metric,
+            waits=waits_of_job([one.waits for one in collected.heads]),
+        )
+        return manifest, register
+
+    @contextlib.contextmanager
+    def _telling(self, save: SaveId) -> Iterator[None]:
+        """Rank 0 verifies or commits in the block: tell the other ranks why it fails, if it does. A successor may have
+        removed what is missing: then this attempt is superseded."""
         try:
-            manifest = self._verified(cut, save, agreement)
-            self._still()
-            self.tip.put(manifest)
+            yield
         except Exception as error:
             self._still()
-            if isinstance(error, (LakeckptError, OSError)) and (late := self._committed(save)) is not None:
-                return late
+            if isinstance(error, (LakeckptError, OSError)):
+                self._committed(save)
             if not isinstance(error, OSError):
                 self._tell_others(save, error)
                 raise
-            failure = save_failed(f"the checkpoint of step {cut.step} could not be committed: {error}", error)
+            failure = save_failed(f"the checkpoint of step {save.step} could not be committed: {error}", error)
             self._tell_others(save, failure)
             raise failure from error
-        return manifest
+
+    # --- commit
+
+    def _commit(self, save: SaveId, agreement: Agreement, found: tuple[Manifest, Register] | None) -> Manifest:
+        """Put the manifest into the log; on other ranks, wait until rank 0 has done so."""
+        try:
+            if found is not None:
+                self._still()
+                self.tip.put(found[0])
+                return found[0]
+            timeout_s = 2 * self._settings.timeout_s  # rank 0 may wait as long for a part before it commits
+            slot = int(agreement.announced["slot"])
+            return await_commit(self._storage, save, slot, waiter=self._waiter, timeout_s=timeout_s)
+        except (LakeckptError, OSError) as error:  # the answer to a commit may be lost; rank 0 may end right behind it
+            may_be_there = found is not None or isinstance(error, SaveFailed)
+            if may_be_there and (late := self._committed(save)) is not None:
+                return late
+            raise
 
     def _committed(self, save: SaveId) -> Manifest | None:
         """Return the commit of ``save`` if only its answer was lost. Raises `AttemptSuperseded` if a successor, which
@@ -317,49 +377,20 @@ class Publisher:
             return next((one for one in self.tip.catch_up() if one.save == save), None)
         return None
 
-    def _verified(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> Manifest:
-        """Wait for the parts of all ranks, verify them and return the manifest."""
-        alone = [{tree_unit(RANDOM, b"")} for _ in range(self._world_size)]
-        for what, (owner, _) in agreement.owners.items():
-            alone[owner].add(what)
-        refs, parts = collect_parts(
-            self._storage,
-            save,
-            world_size=self._world_size,
-            cut=agreement.cut,
-            expected=Expected(alone=alone, bundles=agreement.bundles),
-            waiter=self._waiter,
-            timeout_s=self._settings.timeout_s,
-            still=self._still,
-        )
-        verify_objects(self._storage, parts)
-        self._retention.remember(refs, parts)
-        readers = {
-            name: joined(
-                of_all_ranks(name, since(pending, self.attempt.recorded), [one.reports for one in parts]),
-                others=_weakest_of_others(name, agreement.announced),
-            )
-            for name, pending in cut.readers.items()
-        }
-        excluded = (one.excluded for one in parts)
-        return Manifest(
-            run=self.attempt.run,
-            slot=int(agreement.announced["slot"]),
-            attempt=save.attempt,
-            parent=self.attempt.parent,
-            step=cut.step,
-            number=save.number,
-            world_size=self._world_size,
-            cut=agreement.cut,
-            parts=tuple(refs),
-            readers=with_excluded(readers, excluded, after=self.attempt.recorded, upto=cut.step),
-            seed=self.attempt.seed,
-            library=__version__,
-            created_s=float(self._clock()),
-            write_id=uuid.uuid4().hex,
-            keep=self._settings.keep,
-            metric=cut.metric,
-        )
+    # --- prune
+
+    def _prune(self, manifest: Manifest, found: tuple[Manifest, Register] | None, part: PartRecord) -> None:
+        """Go on from the commit, and let rank 0 remove what is not to be kept."""
+        self.tip.adopt(manifest)
+        self._earlier = (manifest.slot, Earlier.of(part))
+        if found is None:
+            return
+        unpruned = ""
+        try:
+            self._retention.prune(manifest, found[1])
+        except (StorageError, CheckpointDamaged) as error:  # it is committed; what should have gone goes after the next
+            unpruned = str(error)
+        self.remarks = Remarks(lost=self._lost, unpruned=unpruned)
 
     def _clear_failed(self, now: SaveId) -> None:
         """Remove the files of saves that failed, before any rank writes for the save ``now``: a full store may have no
@@ -369,11 +400,3 @@ class Publisher:
             for save in self.tip.abandoned - {now}:
                 self._retention.clear(save)
                 self.tip.failed.discard(save)
-
-    def _prune(self, manifest: Manifest) -> None:
-        unpruned = ""
-        try:
-            self._retention.prune(manifest, self._settings.keep)
-        except (StorageError, CheckpointDamaged) as error:  # it is committed; what should have gone goes after the next
-            unpruned = str(error)
-        self.remarks = Remarks(lost=self._lost, unpruned=unpruned)

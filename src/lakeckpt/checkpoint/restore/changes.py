@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from lakeckpt.checkpoint.format.begins import Begin, Facts
+from lakeckpt.checkpoint.format.manifest import Begin, Facts
 from lakeckpt.errors import RestartWarning
 
 __all__ = ["facts_of", "recorded", "say_changes"]
@@ -25,11 +25,11 @@ _IGNORED = (
 
 
 def facts_of(objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return name of a reader → what its script gave → a text. Sources of a mixture count as one reader."""
+    """Return name of a reader → what its script gave → a text."""
     found: dict[str, dict[str, str]] = {}
     for name, one in objects.items():
         if facts := getattr(one, "facts", None):
-            found.setdefault(name.removesuffix(one.suffix), {}).update(facts)
+            found[name] = dict(facts)
     return found
 
 
@@ -70,5 +70,4 @@ def _is_ignored(name: str, facts: Mapping[str, str], before: Facts, objects: Map
 
 def _weights_in_force(name: str, objects: Mapping[str, Any]) -> str:
     """Return the weights with which the mixture that reader ``name`` reads goes on."""
-    sources = (one for key, one in objects.items() if key.removesuffix(getattr(one, "suffix", "")) == name)
-    return next((one.weights for one in sources if hasattr(one, "weights")), "")
+    return str(getattr(objects.get(name), "weights", ""))

@@ -194,9 +194,10 @@ def _of_parts(what: str, target: torch.Tensor, key: str, loaded: Loaded) -> list
     here = sharing_of(target).ranks if is_sharded(target) else None
     offsets, sizes = offsets_of(what, target), tuple(local_of(target).shape)
     whole = loaded.with_part(key, offsets, sizes, ranks=here).whole(key)  # may find that a part is damaged
-    if whole.several and whole.sharing is not None and here is not None and here != whole.sharing.ranks:
+    if whole.is_several and whole.sharing is not None and here is not None and here != whole.sharing.ranks:
         return [
-            f"{what}: {whole.several}; the tensor of this rank was shared by {say_ranks(whole.sharing.ranks)}, and is "
+            f"{what}: ranks had different tensors of this name; the tensor of this rank was shared by "
+            f"{say_ranks(whole.sharing.ranks)}, and is "
             f"shared by {say_ranks(here)} here"
         ]
     try:

@@ -30,12 +30,13 @@ import numpy as np
 from lakeckpt.checkpoint.format.fields import holds
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import SHARING, PartRecord, TensorRecord, TreeRecord
-from lakeckpt.checkpoint.format.sharing import sharing_from_bytes
-from lakeckpt.checkpoint.format.verified_reads import StoredSlab, fetch_part, open_files, read_slabs
+from lakeckpt.checkpoint.format.register import Register
+from lakeckpt.checkpoint.format.sharing import is_part_key, sharing_from_bytes
+from lakeckpt.checkpoint.format.verified_reads import StoredSlab, fetch_part, fetch_register, open_files, read_slabs
 from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of, tree_of
 from lakeckpt.checkpoint.state.random_states import RANDOM
 from lakeckpt.checkpoint.state.rank_differences import Unlike, contents_of, different, refuse_divided, unlike_of
-from lakeckpt.checkpoint.state.wholes import Whole, Wholes, is_part_key, wholes_of
+from lakeckpt.checkpoint.state.wholes import Whole, Wholes, wholes_of
 from lakeckpt.errors import CheckpointDamaged, WireError
 from lakeckpt.lake.storage.base import Storage
 
@@ -113,7 +114,7 @@ def load(
 
 def fetch_parts(storage: Storage, manifest: Manifest) -> list[PartRecord]:
     """Read and verify the records of all parts of a checkpoint, for `load_from`. Raises as `load` does."""
-    return _fetched(storage, manifest, range(manifest.world_size))
+    return _fetched(storage, manifest, fetch_register(storage, manifest), range(manifest.world_size))
 
 
 def load_from(
@@ -233,11 +234,12 @@ def load_own(storage: Storage, manifest: Manifest, *, rank: int, items: Collecti
     if manifest.world_size == 1:
         return None  # there is only one part
     try:
-        (own,) = _fetched(storage, manifest, [rank])
+        register = fetch_register(storage, manifest)
+        own = fetch_part(storage, manifest, register, rank)
         if own.outline is None:
             return None
         others = [one for one in range(manifest.world_size) if one != rank and holds(own.outline.elsewhere, one)]
-        parts = [own, *_fetched(storage, manifest, others)]
+        parts = [own, *_fetched(storage, manifest, register, others)]
         units = len(_tensors_of(parts, rank)) + len(_trees_of(parts, rank).keys() - {RANDOM})
         if units != own.outline.units:
             return None
@@ -265,9 +267,9 @@ def load_own(storage: Storage, manifest: Manifest, *, rank: int, items: Collecti
     return replace(loaded, of_all=of_all, check=partial(stored.open, list(records)))
 
 
-def _fetched(storage: Storage, manifest: Manifest, ranks: Iterable[int]) -> list[PartRecord]:
+def _fetched(storage: Storage, manifest: Manifest, register: Register, ranks: Iterable[int]) -> list[PartRecord]:
     with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-load") as pool:
-        return list(pool.map(lambda rank: fetch_part(storage, manifest, manifest.parts[rank]), ranks))
+        return list(pool.map(lambda rank: fetch_part(storage, manifest, register, rank), ranks))
 
 
 def _tensors_of(parts: Sequence[PartRecord], rank: int) -> dict[str, TensorRecord]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from lakeckpt.checkpoint.agent.generations import digest_of_place
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.markers import Marker, began_s, launchers, leave_marker, remove_marker
-from lakeckpt.checkpoint.format.begins import Begin, said_of
+from lakeckpt.checkpoint.format.manifest import Begin, said_of
 from lakeckpt.checkpoint.restore.away import await_run
 from lakeckpt.errors import ConfigError, RunInUse, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage, describe

@@ -22,7 +22,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from lakeckpt.checkpoint.restore.choosing import Chooser
 from lakeckpt.checkpoint.restore.from_memory import Offer, Remembered
 from lakeckpt.checkpoint.restore.presence import Presence
 from lakeckpt.checkpoint.restore.table_versions import opened_versions, pins_as_on, records_at
-from lakeckpt.checkpoint.restore.trial import Candidate, Trial
+from lakeckpt.checkpoint.restore.trial import Candidate, RestoreReport, Trial
 from lakeckpt.checkpoint.state.random_states import derive_random, restore_random
 from lakeckpt.errors import ArenaError, CheckpointDamaged, DamageWarning
 from lakeckpt.lake.storage.base import Storage, expect_folder
@@ -47,10 +47,7 @@ from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.tally import Tally
 from lakeckpt.tracking.votes import texts
 
-__all__ = [
-    "RestoreReport",
-    "Restorer",
-]
+__all__ = ["Restorer"]
 
 _LOG = logging.getLogger("lakeckpt")
 _SKIPPED = "rest of the epoch skipped by "
@@ -67,30 +64,6 @@ _UNSEEN = (
 )
 _Which = tuple[int | None, Captured | None]
 """The slot of a checkpoint (None: none yet), and the cut in memory that goes on from it, if that is restored."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreReport:
-    """The result of `CheckpointManager.restore`."""
-
-    restored: CheckpointInfo | None
-    """The checkpoint that was restored; None on a fresh start. If a newer cut in memory was restored instead, this is
-    the checkpoint that the cut follows."""
-    captured: int | None = None
-    """The optimizer step of the cut in this job's memory that was restored; None if the checkpoint was restored."""
-    checked: bool = True
-    """Whether all that was read was compared with checksums. False: not checked. The process of some rank had died
-    before its agent could take the checksums of the cut in memory."""
-    attempt: int
-    """The attempt that began."""
-    damaged: tuple[Damage, ...]
-    """All damage that was found, also the damage of newer checkpoints that were skipped."""
-    per_rank: tuple[str, ...]
-    """Units (``tensor:…``, ``tree:…``) whose contents differed between ranks. On the same number of ranks these are
-    units of this rank; replicas of a part of a tensor that have diverged may be missing. After a change of the world
-    size, rank r takes the units of the old rank r, and a new rank takes those of the old rank r mod W."""
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    """reader → why the rest of its epoch was skipped: its table version is gone (``on_version_gone="next_epoch"``)."""
 
 
 class Restorer:
@@ -161,7 +134,6 @@ class Restorer:
                 chosen = self._compare(choice["run"], which)
                 if chosen is None or not self._apply(chosen):
                     continue
-            self._chooser.report_lost(self._all.ask_rank_0(self._chooser.find_lost)["lost"])
             skipped = {} if chosen is None else _epochs_skipped(chosen)
             work = partial(self._chooser.restored, choice, begun, skipped, which[1])
             last = int(self._all.ask_rank_0(work)["last"])

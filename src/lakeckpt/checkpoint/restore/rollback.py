@@ -13,50 +13,18 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.format.manifest import Manifest, Restored
-from lakeckpt.checkpoint.persist.history import folders_there, kept_ever_since, not_rolled_back
-from lakeckpt.checkpoint.persist.log import LogView, SlotTaken, put_entry, read_log
+from lakeckpt.checkpoint.persist.log import SlotTaken, put_entry
+from lakeckpt.checkpoint.restore.candidates import RunLog, before_orders, no_such_step
 from lakeckpt.errors import AttemptSuperseded, CheckpointNotFound
 from lakeckpt.lake.storage.base import Storage, describe
 
-__all__ = ["before_orders", "never_removed", "no_such_step", "restorable", "roll_back"]
+__all__ = ["roll_back"]
 
 _MOST_TRIES = 100
-
-
-def never_removed(view: LogView, history: Sequence[Manifest]) -> list[Manifest]:
-    """Return the checkpoints of ``history``, which are given newest first, whose data no commit in the log was allowed
-    to remove."""
-    commits = sorted(view.manifests, key=lambda one: one.slot)
-    stay = {one.slot for one in history[:1]}
-    stay |= {slot for newest in stay for slot in kept_ever_since(commits, newest)}
-    return [one for one in history if one.slot in stay]
-
-
-def restorable(storage: Storage, view: LogView) -> list[Manifest]:
-    """Return the checkpoints of the history whose data is there and no commit in the log was allowed to remove, newest
-    first. The data of others may be removed by a job that is alive."""
-    found = never_removed(view, not_rolled_back(view))
-    there = folders_there(storage) if found else ()
-    return [one for one in found if one.save.folder in there]
-
-
-def before_orders(view: LogView) -> LogView:
-    """Return the log up to its newest commit. An order that no commit has followed has removed nothing yet, so the next
-    order may replace it: by one to a checkpoint behind the first, where the checkpoint that it names is damaged."""
-    return view.until(view.manifests[0].slot) if view.manifests else view
-
-
-def no_such_step(step: int, commits: Sequence[Manifest], more: str = "") -> CheckpointNotFound:
-    """Return the error for a roll-back to a ``step`` that none of ``commits``, which can be restored, has."""
-    steps = ", ".join(f"{one.step:,} (slot {one.slot})" for one in reversed(commits)) or "none"
-    return CheckpointNotFound(
-        f"the run cannot be rolled back to step {step:,}: its history has no checkpoint of that step that stays. "
-        f"Checkpoints that can be restored: {steps}. Name one of these steps; keep= says which checkpoints stay.{more}"
-    )
 
 
 def roll_back(storage: Storage, step: int, *, clock: Callable[[], float] = time.time) -> Manifest:
@@ -65,17 +33,20 @@ def roll_back(storage: Storage, step: int, *, clock: Callable[[], float] = time.
     Writes one entry into the log: a job that is alive is superseded by it, and ends at its next save. Raises
     `CheckpointNotFound`, and `AttemptSuperseded` where other jobs keep writing.
     """
+    log = RunLog(storage)
     for _ in range(_MOST_TRIES):
-        view = read_log(storage)
-        if view.run is None:
+        log.look()
+        while not log.view.manifests and log.look_further():
+            pass
+        if log.view.run is None:
             raise CheckpointNotFound(f"there is no run at {describe(storage)}: it has no log. Name the place of a run")
-        commits = restorable(storage, before_orders(view))
-        found = next((one for one in commits if one.step == step), None)
-        if found is None:
-            raise no_such_step(step, commits)
+        view = before_orders(log.view)
+        found = next(log.candidates(step, view), None)
+        if found is None or not storage.list(found.save.register_path):
+            raise no_such_step(step, [one for one in log.kept(view) if storage.list(one.save.register_path)])
         order = Restored(
-            run=view.run,
-            slot=view.last + 1,
+            run=log.view.run,
+            slot=log.view.last + 1,
             attempt=None,
             restored=found.slot,
             library=__version__,

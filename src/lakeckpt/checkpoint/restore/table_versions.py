@@ -16,15 +16,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+from lakeckpt.checkpoint.consumed.rest_of_epoch import excluding, in_lockstep
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import index_path
-from lakeckpt.checkpoint.restore.rest_of_epoch import excluding, in_lockstep
 from lakeckpt.core.state import State
 from lakeckpt.errors import CheckpointDamaged, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.index import TableIndex
-from lakeckpt.tracking.readers import VersionedReader, index_of
+from lakeckpt.tracking.readers import VersionedReader, index_of, tables_of
 
 __all__ = ["Pins", "fit_readers", "go_to", "opened_versions", "pins_as_on", "records_at"]
 
@@ -54,24 +54,24 @@ def fit_readers(
     states: dict[str, State] = {}
     skipped: dict[str, str] = {}
     grown: dict[str, str] = {}
-    for name, record in records.items():
-        reader = objects[name]
-        if record.index is None or not isinstance(reader, VersionedReader):
-            continue
-        live = index_of(reader)
-        saved = partial(_saved, storage, "" if live is None else live.digest)
-        fit = reader.fit(record.state, saved, look=look)
-        if fit.excluding is not None:
-            state = in_lockstep(record.state, f"reader {name!r} with other row groups excluded (exclude=)")
-            indexes[name], states[name] = excluding(state, fit.index, fit.excluding)
-        elif fit.index is not None:
-            indexes[name] = fit.index
-        if fit.begins is not None:
-            states[name] = fit.begins
-        if fit.grown:
-            grown[name] = fit.grown
-        if fit.skipped:
-            skipped[name] = fit.skipped
+    for at, record in records.items():
+        for name, reader in tables_of({at: objects[at]}).items() if record.index is not None else ():
+            if not isinstance(reader, VersionedReader):
+                continue
+            live = index_of(reader)
+            saved = partial(_saved, storage, "" if live is None else live.digest)
+            fit = reader.fit(record.state, saved, look=look)
+            if fit.excluding is not None:
+                state = in_lockstep(record.state, f"reader {name!r} with other row groups excluded (exclude=)")
+                indexes[name], states[name] = excluding(state, fit.index, fit.excluding)
+            elif fit.index is not None:
+                indexes[name] = fit.index
+            if fit.begins is not None:
+                states[name] = fit.begins
+            if fit.grown:
+                grown[name] = fit.grown
+            if fit.skipped:
+                skipped[name] = fit.skipped
     return Pins(indexes=indexes, states=states, skipped=skipped, grown=grown)
 
 
@@ -97,9 +97,10 @@ def go_to(objects: Mapping[str, Any], indexes: Mapping[str, TableIndex]) -> Call
         for step in reversed(undo):
             step()
 
+    tables = tables_of(objects)
     try:
         for name, index in indexes.items():
-            undo.append(objects[name].repin(index))
+            undo.append(tables[name].repin(index))
     except BaseException:
         go_back()
         raise
@@ -118,7 +119,8 @@ def records_at(objects: Mapping[str, Any], records: Mapping[str, ReaderRecord], 
 
 def opened_versions(objects: Mapping[str, Any]) -> dict[str, str]:
     """Return reader → the table that it opened, and the version: a text that ranks can compare."""
-    tables = {name: cast(Any, one).table for name, one in objects.items() if isinstance(one, VersionedReader)}
+    every = {name: one for name, one in tables_of(objects).items() if isinstance(one, VersionedReader)}
+    tables = {name: cast(Any, one).table for name, one in every.items()}
     return {name: json.dumps([table.uri, table.index.digest]) for name, table in tables.items()}
 
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
-from lakeckpt.checkpoint.format.manifest import Captured, Manifest, ReaderRecord
+from lakeckpt.checkpoint.format.manifest import Captured, CheckpointInfo, Manifest, ReaderRecord
 from lakeckpt.checkpoint.persist.indexes import filtered, offer, save
-from lakeckpt.checkpoint.persist.log import read_entry, slot_path
+from lakeckpt.checkpoint.persist.log import Damage, read_entry, slot_path
 from lakeckpt.checkpoint.restore.compare import differences, refusal
 from lakeckpt.checkpoint.restore.from_storage import load
 from lakeckpt.checkpoint.restore.load_into import is_large, load_in_place, load_small
-from lakeckpt.checkpoint.restore.rest_of_epoch import carried_over
 from lakeckpt.checkpoint.restore.table_versions import Pins, fit_readers, go_to
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.errors import CheckpointDamaged, NewerFormat, WireError
@@ -31,7 +30,7 @@ from lakeckpt.tracking.readers import selection_of
 from lakeckpt.tracking.tally import Tally
 from lakeckpt.tracking.votes import Together, verdict
 
-__all__ = ["Candidate", "Trial"]
+__all__ = ["Candidate", "RestoreReport", "Trial"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +55,30 @@ class Candidate:
             return f"the cut of step {self.step} in memory"
         assert self.manifest is not None
         return f"slot {self.manifest.slot}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """The result of `CheckpointManager.restore`."""
+
+    restored: CheckpointInfo | None
+    """The checkpoint that was restored; None on a fresh start. If a newer cut in memory was restored instead, this is
+    the checkpoint that the cut follows."""
+    captured: int | None = None
+    """The optimizer step of the cut in this job's memory that was restored; None if the checkpoint was restored."""
+    checked: bool = True
+    """Whether all that was read was compared with checksums. False: not checked. The process of some rank had died
+    before its agent could take the checksums of the cut in memory."""
+    attempt: int
+    """The attempt that began."""
+    damaged: tuple[Damage, ...]
+    """All damage that was found, also the damage of newer checkpoints that were skipped."""
+    per_rank: tuple[str, ...]
+    """Units (``tensor:…``, ``tree:…``) whose contents differed between ranks. On the same number of ranks these are
+    units of this rank; replicas of a part of a tensor that have diverged may be missing. After a change of the world
+    size, rank r takes the units of the old rank r, and a new rank takes those of the old rank r mod W."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """reader → why the rest of its epoch was skipped: its table version is gone (``on_version_gone="next_epoch"``)."""
 
 
 class Trial:
@@ -107,7 +130,7 @@ class Trial:
         manifest = self.manifest(slot)
         rank, world_size = self._exchange.rank, self._exchange.world_size
         loaded = load(self._storage, manifest, rank=rank, world_size=world_size, items=self._items)
-        readers = carried_over(self._storage, manifest)
+        readers = dict(manifest.readers)
         if self._items is not None:
             readers = {name: one for name, one in readers.items() if name in self._items}
         pins = self.compare(loaded, readers, f"in slot {slot}")

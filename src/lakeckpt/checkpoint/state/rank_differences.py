@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from lakeckpt.checkpoint.format.fields import Ranks, joined
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord
-from lakeckpt.checkpoint.format.sharing import say_ranks
+from lakeckpt.checkpoint.format.sharing import is_part_key, say_ranks
 from lakeckpt.checkpoint.format.units import tensor_unit, tree_unit
-from lakeckpt.checkpoint.state.wholes import is_part_key
 from lakeckpt.errors import CheckpointMismatch
 
 __all__ = ["Contents", "Unlike", "contents_of", "different", "refuse_divided", "unlike_of"]

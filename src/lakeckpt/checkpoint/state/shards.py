@@ -37,11 +37,19 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def offsets_of(key: str, tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return where this rank's part of a tensor begins. `UnsupportedValue` if ranks hold sums not yet added up."""
+    """Return where this rank's part of a tensor begins.
+
+    `UnsupportedValue` if ranks hold sums not yet added up, or if it is a number on a rank outside of its mesh.
+    """
     if not is_sharded(tensor):
         return (0,) * tensor.dim()
     if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
         raise UnsupportedValue(f"{key}: a DTensor with a Partial placement is not added up: redistribute it first")
+    if not tensor.dim() and tensor.device_mesh.get_coordinate() is None:  # type: ignore[attr-defined]
+        raise UnsupportedValue(
+            f"{key}: this rank is not in the mesh of this DTensor, which has no dimensions, so that nothing says what "
+            "this rank holds of it: keep it out of the state of the ranks outside of its mesh"
+        )
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offsets = compute_local_shape_and_global_offset(

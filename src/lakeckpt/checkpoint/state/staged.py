@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
 from lakeckpt.checkpoint.format.digests import digest_of_leaves
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
-from lakeckpt.checkpoint.format.parts import RANDOM, SHARING
-from lakeckpt.checkpoint.format.sharing import Sharing, sharing_from_bytes
+from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, SiteWaits
+from lakeckpt.checkpoint.format.sharing import Sharing, place_of, sharing_from_bytes
 from lakeckpt.checkpoint.format.units import Unit, tensor_unit, tree_unit
-from lakeckpt.checkpoint.state.wholes import place_of
 
 __all__ = ["Staged", "StagedCut", "StagedTensor", "StagedTree"]
 
@@ -50,9 +49,14 @@ class Staged:
     tensors: Mapping[str, StagedTensor]
     trees: Mapping[str, StagedTree]
 
+    @property
+    def shared(self) -> dict[str, Sharing]:
+        """How each tensor is divided of which ranks have parts."""
+        return sharing_from_bytes(self.trees[SHARING].document) if SHARING in self.trees else {}
+
     def units(self) -> list[Unit]:
         """Return what ranks agree on: all but the random states, which are each rank's own."""
-        shared = sharing_from_bytes(self.trees[SHARING].document) if SHARING in self.trees else {}
+        shared = self.shared
         tensors = [
             Unit(id=tensor_unit(one.spec, one.digest), size_bytes=one.spec.size_bytes, bundle=_bundle(one.spec, shared))
             for key, one in self.tensors.items()
@@ -88,6 +92,8 @@ class StagedCut:
     """reader → its pending records up to the cut, since the newest commit or an earlier one."""
     metric: float | None = None
     """How good the state is, where the training loop gave a metric."""
+    waits: tuple[SiteWaits, ...] = ()
+    """How long this rank waited, and how much of its captures moved meanwhile."""
     intact: Callable[[], None] = lambda: None
     """Raises if the memory of the tensors is not as it was captured. Called while they are written, on another thread;
     nothing is published before it has returned."""

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from lakeckpt.checkpoint.format.sharing import is_part_key, part_key
 from lakeckpt.checkpoint.format.slabs import is_slab_key
 from lakeckpt.checkpoint.state.names import canonical_names
 from lakeckpt.checkpoint.state.shards import is_sharded, local_of, offsets_of
 from lakeckpt.checkpoint.state.tensors import dim_order_of, spec_of, tied_key
-from lakeckpt.checkpoint.state.wholes import is_part_key, part_key
 from lakeckpt.errors import CheckpointDamaged, UnsupportedValue
 from lakeckpt.wire.envelope import Payload, TensorRef, dumps, dumps_map, loads
 from lakeckpt.wire.values import pack

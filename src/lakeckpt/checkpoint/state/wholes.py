@@ -5,70 +5,29 @@ of the part. Parts belong together if the name, the dtype and the shape of the w
 parts of every tensor in the records of all ranks, `wholes_of` in the keys of one rank. `Whole.regions` says which
 regions of the parts fill the part that a rank holds now.
 
-Replicas of a part are saved once. Ranks may have saved different contents of one part. If the stages of a pipeline give
-their layers the same names, the parts of the ranks of one mesh belong together. If replicas drifted apart, nothing says
-which parts belong together: each rank gets back what it had itself, divided as it was, and nothing else.
+Replicas of a part are saved once, and replicas inside of one mesh are alike (`lakeckpt.checkpoint.persist.agreement`
+refuses others). If the stages of a pipeline give their layers the same names, the parts of the ranks of one mesh belong
+together.
 
 The module never reads storage, changes nothing, and never imports torch.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 
 import numpy as np
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import Ranks, holds, joined
-from lakeckpt.checkpoint.format.parts import PART_MARK, SHARING, PartRecord, TensorRecord, TreeRecord
-from lakeckpt.checkpoint.format.sharing import Sharing, say_ranks, sharing_from_bytes
-from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, WireError
+from lakeckpt.checkpoint.format.parts import SHARING, PartRecord, TensorRecord, TreeRecord
+from lakeckpt.checkpoint.format.sharing import Place, Sharing, place_of, say_ranks, sharing_from_bytes
+from lakeckpt.errors import CheckpointDamaged, WireError
 
-__all__ = ["Part", "Place", "Region", "Whole", "Wholes", "is_part_key", "part_key", "place_of", "untiled", "wholes_of"]
-
-_KEY = re.compile(rf"(.*){PART_MARK}([0-9,]*) of ([0-9,]*)", re.ASCII | re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What the key of a part says: the whole tensor's name and shape, and where the part begins."""
-
-    name: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    """Of the whole."""
-
-
-def part_key(key: str, offsets: Sequence[int], shape: Sequence[int]) -> str:
-    """Return the key of the part of ``key`` that begins at ``offsets``.
-
-    >>> part_key("model/weight", (4, 0), (7, 10))
-    'model/weight::at 4,0 of 7,10'
-    """
-    return f"{key}{PART_MARK}{','.join(map(str, offsets))} of {','.join(map(str, shape))}"
-
-
-def is_part_key(key: str) -> bool:
-    """Return whether a key is that of a part."""
-    return _KEY.fullmatch(key) is not None
-
-
-def place_of(key: str) -> Place | None:
-    """Return what the key of a part says; None for another key. `CheckpointDamaged` if its numbers make no sense."""
-    match = _KEY.fullmatch(key) if PART_MARK in key else None
-    return None if match is None else Place(name=match[1], offsets=_numbers(match[2]), shape=_numbers(match[3]))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(one) for one in text.split(",")) if text else ()
-    except ValueError:
-        raise CheckpointDamaged(f"{text!r:.80} are no sizes") from None
+__all__ = ["Box", "Part", "Region", "Whole", "Wholes", "untiled", "wholes_of"]
 
 
 def _whole_spec(place: Place, part: TensorSpec) -> TensorSpec:
@@ -109,10 +68,8 @@ class Whole:
     parts: tuple[Part, ...]
     sharing: Sharing | None = None
     """How the rank shared it; None: the rank had it whole."""
-    several: str = ""
-    """Says so if other ranks had another tensor of this name."""
-    lacking: str = ""
-    """Why ``parts`` are not the whole tensor, where they are not."""
+    is_several: bool = False
+    """Whether other ranks had another tensor of this name."""
 
     @classmethod
     def plain(cls, spec: TensorSpec) -> Whole:
@@ -126,16 +83,10 @@ class Whole:
     def regions(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Region]:
         """Return the regions that make up the part at ``offsets`` of ``sizes``.
 
-        `CheckpointDamaged` if some of it was not saved; `CheckpointMismatch` if this is because only the parts of this
-        rank are known to belong together.
+        `CheckpointDamaged` if some of it was not saved.
         """
         found = [one for part in self.parts if (one := _common(part, offsets, sizes)) is not None]
         if sum(prod(region.sizes) for region in found) != prod(sizes):
-            if self.lacking:
-                raise CheckpointMismatch(
-                    f"the tensor {self.spec.key!r} cannot be read at {offsets} of {sizes}: {self.lacking}. Restore it "
-                    "on the ranks that saved it, divided as it was"
-                )
             raise CheckpointDamaged(f"of the tensor {self.spec.key!r}, not all of {sizes} at {offsets} was saved once")
         return found
 
@@ -183,18 +134,18 @@ class Wholes:
 
     def __init__(self, parts: Sequence[PartRecord]) -> None:
         self._shared = [_shared(tree) for part in parts for tree in part.trees if tree.item == SHARING]
-        self._pieces: defaultdict[str, defaultdict[TensorSpec, list[_Piece]]] = defaultdict(lambda: defaultdict(list))
+        self._pieces: defaultdict[str, list[_Piece]] = defaultdict(list)
         for record in (record for part in parts for record in part.tensors):
             place = place_of(record.spec.key)
             if place is not None:
-                self._pieces[place.name][_whole_spec(place, record.spec)].append((place.offsets, record))
+                self._pieces[place.name].append((place.offsets, record))
 
     def several(self) -> dict[str, tuple[Ranks, ...]]:
         """Return the names under which ranks saved different tensors: name → the ranks of each tensor."""
         return {
-            name: tuple(ranks for pieces in groups.values() for ranks in _ranks_of(pieces))
-            for name, groups in self._pieces.items()
-            if len(groups) > 1 or any(_torn_at(pieces) is not None for pieces in groups.values())
+            name: tuple(joined(one.ranks for _, one in pieces) for pieces in groups)
+            for name in self._pieces
+            if len(groups := self._groups(name)) > 1
         }
 
     def check(self) -> str:
@@ -202,9 +153,9 @@ class Wholes:
 
         `CheckpointDamaged` if parts of a tensor are missing or overlap.
         """
-        for groups in self._pieces.values():
-            for spec, pieces in groups.items():
-                _lacking(spec, pieces)
+        for name in self._pieces:
+            for pieces in self._groups(name):
+                _whole_of(pieces)
         several = self.several()
         more = f", and {len(several) - 1} more tensors" if len(several) > 1 else ""
         return next((f"{name!r}: {_different_on(ranks)}{more}" for name, ranks in several.items()), "")
@@ -216,30 +167,35 @@ class Wholes:
         """
         shared = next((found for ranks, found in self._shared if holds(ranks, rank)), {})
         found = {}
-        for name, groups in self._pieces.items():
-            for spec, pieces in groups.items():
-                own = [piece for piece in pieces if holds(piece[1].ranks, rank)]
-                if not own and not self._of_mesh(name, shared, pieces):
-                    continue
-                several = _lacking(spec, pieces)
-                if several and name in shared:
-                    pieces = self._of_mesh(name, shared, pieces)
-                lacking = _lacking(spec, pieces)
-                chosen = own if lacking else _distinct(pieces)
-                parts = tuple(Part(key=one.spec.key, offsets=at, sizes=one.spec.shape) for at, one in chosen)
-                whole = Whole(spec=spec, parts=parts, sharing=shared.get(name), several=several, lacking=lacking)
-                found[name] = whole, [record for _, record in chosen]
+        for name, sharing in shared.items():
+            pieces = self._of_mesh(name, sharing)
+            if not pieces:
+                continue
+            whole = Whole(
+                spec=_whole_of(pieces),
+                parts=tuple(Part(key=one.spec.key, offsets=at, sizes=one.spec.shape) for at, one in pieces),
+                sharing=sharing,
+                is_several=len(self._groups(name)) > 1,
+            )
+            found[name] = whole, [record for _, record in pieces]
         return found
 
-    def _of_mesh(self, name: str, shared: Mapping[str, Sharing], pieces: list[_Piece]) -> list[_Piece]:
-        """Return the pieces of the ranks that say, as ``shared`` does, which mesh they share the tensor with."""
-        mesh = shared[name].ranks if name in shared else None
-        mates = joined(ranks for ranks, other in self._shared if name in other and other[name].ranks == mesh)
-        return [(at, one) for at, one in pieces if any(holds(mates, rank) for rank in _numbers_in(one.ranks))]
+    def _of_mesh(self, name: str, sharing: Sharing) -> list[_Piece]:
+        """Return the pieces of the ranks that share the tensor ``name`` as ``sharing`` says."""
+        mates = joined(ranks for ranks, other in self._shared if other.get(name) == sharing)
+        return [(at, one) for at, one in self._pieces[name] if _overlap_of(one.ranks, mates)]
+
+    def _groups(self, name: str) -> list[list[_Piece]]:
+        """Return the pieces of each tensor that ranks saved under ``name``."""
+        meshes = dict.fromkeys(found[name] for _, found in self._shared if name in found)
+        groups = {
+            tuple(id(one) for _, one in pieces): pieces for pieces in (self._of_mesh(name, one) for one in meshes)
+        }
+        return [pieces for pieces in groups.values() if pieces]
 
 
-def _numbers_in(ranks: Ranks) -> Iterator[int]:
-    return chain.from_iterable(range(start, stop) for start, stop in ranks)
+def _overlap_of(some: Ranks, others: Ranks) -> bool:
+    return any(start < end and first < stop for start, stop in some for first, end in others)
 
 
 def _shared(record: TreeRecord) -> tuple[Ranks, dict[str, Sharing]]:
@@ -249,50 +205,31 @@ def _shared(record: TreeRecord) -> tuple[Ranks, dict[str, Sharing]]:
         raise CheckpointDamaged(f"how {say_ranks(record.ranks)} shared tensors: {error}") from error
 
 
-def _distinct(pieces: list[_Piece]) -> list[_Piece]:
-    """Return each content of each part once: ranks may have written the same part."""
-    found: dict[object, _Piece] = {}
-    for offsets, one in pieces:
-        found.setdefault((offsets, one.spec.shape, one.digest), (offsets, one))
-    return list(found.values())
-
-
-def _torn_at(pieces: list[_Piece]) -> tuple[int, ...] | None:
-    """Return where ranks had different contents of a part: where there are most; None if they had the same."""
-    contents = Counter(offsets for offsets, _ in _distinct(pieces))
-    offsets, count = contents.most_common(1)[0]
-    return offsets if count > 1 else None
-
-
-def _ranks_of(pieces: list[_Piece]) -> list[Ranks]:
-    """Return the ranks that had a part; if ranks had different contents of a part, the ranks of each content."""
-    torn = _torn_at(pieces)
-    ranks: defaultdict[bytes, list[Ranks]] = defaultdict(list)
-    for offsets, one in pieces:
-        if torn is None or offsets == torn:
-            ranks[b"" if torn is None else one.digest].append(one.ranks)
-    return [joined(several) for several in ranks.values()]
-
-
 def _different_on(ranks: Sequence[Ranks]) -> str:
     return f"ranks had different tensors of this name, on {' and on '.join(map(say_ranks, ranks))}"
 
 
-def _lacking(spec: TensorSpec, pieces: list[_Piece]) -> str:
-    """Return why the pieces are not one tensor; empty if they are. `CheckpointDamaged` if some are missing."""
-    if _torn_at(pieces) is not None:
-        return _different_on(_ranks_of(pieces))
-    wrong = untiled(spec.shape, [(offsets, one.spec.shape) for offsets, one in _distinct(pieces)])
+def _whole_of(pieces: Sequence[_Piece]) -> TensorSpec:
+    """Return what ``pieces`` are the parts of. `CheckpointDamaged` if some are missing, overlap, or do not fit."""
+    specs: dict[TensorSpec, None] = {}
+    for _, one in pieces:
+        place = place_of(one.spec.key)
+        assert place is not None
+        specs[_whole_spec(place, one.spec)] = None
+    spec = next(iter(specs))
+    if len(specs) > 1:
+        raise CheckpointDamaged(f"tensor {spec.key!r}: its parts are of {len(specs)} shapes or dtypes")
+    wrong = untiled(spec.shape, dict.fromkeys((offsets, one.spec.shape) for offsets, one in pieces))
     if wrong is not None:
         raise CheckpointDamaged(f"tensor {spec.key!r}: {wrong}")
-    return ""
+    return spec
 
 
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, sizes) of a part, of as many dimensions as the whole."""
 
 
-def untiled(shape: tuple[int, ...], boxes: Iterable[_Box]) -> str | None:
+def untiled(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
     """Return what is wrong with the parts of a whole of ``shape``; None if every element is in one part, none in two.
 
     >>> untiled((4, 2), [((0, 0), (3, 2)), ((3, 0), (1, 2))])
@@ -314,7 +251,7 @@ def untiled(shape: tuple[int, ...], boxes: Iterable[_Box]) -> str | None:
     return None if held == prod(shape) else f"its parts have {held} of {prod(shape)} elements"
 
 
-def _overlap(boxes: list[_Box]) -> str | None:
+def _overlap(boxes: list[Box]) -> str | None:
     """Return which boxes overlap: the edges of all boxes cut the space into cells, and no cell is in two of them."""
     dims = len(boxes[0][0]) if boxes else 0
     edges = [np.unique([(at[dim], at[dim] + size[dim]) for at, size in boxes]) for dim in range(dims)]

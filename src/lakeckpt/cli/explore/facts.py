@@ -7,6 +7,7 @@ most of its rows; and rows are named of the last steps only, up to `_MOST_RANGES
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ from lakeckpt.checkpoint.consumed.rows import Order
 from lakeckpt.checkpoint.ledger.audit import audit_history, read_run
 from lakeckpt.checkpoint.ledger.explain import explain_history
 from lakeckpt.checkpoint.ledger.indexes import orders_of
+from lakeckpt.checkpoint.ledger.records import readers_in
 from lakeckpt.checkpoint.ledger.verify import Kept
 from lakeckpt.checkpoint.persist.history import History
 from lakeckpt.cli.inspect import overview_of
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.state import State
 from lakeckpt.errors import LakeckptError
 from lakeckpt.lake.storage.base import Storage
 
@@ -41,6 +42,7 @@ def facts_of(storage: Storage, place: str, *, newest_steps: int) -> dict[str, An
         **overview_of(history, Kept(storage), newest=10**9),
         "audit": audit_history(history, orders).to_plain(),
         "restarts": list(_restarts(history)),
+        "waits": [] if history.tip is None else [asdict(one) for one in history.tip.waits],
         "epochs": _epochs(history),
         "steps": steps,
         "steps_end": why,
@@ -72,11 +74,11 @@ def _epochs(history: History) -> dict[str, list[dict[str, Any]]]:
     """Return for each reader the strips of its epochs."""
     found: dict[str, dict[int, _Strip]] = {}
     for manifest in history.chain:
-        for name, record in manifest.readers.items():
+        for name, record in readers_in(manifest).items():
             strips = found.setdefault(name, {})
             for stretch in record.stretches:
-                identity = State.from_plain(stretch.begin).identity
-                attempt = manifest.attempt if stretch.attempt < 0 else stretch.attempt
+                identity, attempt = stretch.begin.identity, stretch.record.attempt
+                attempt = manifest.attempt if attempt < 0 else attempt
                 for epoch, positions in stretch.consumed.items():
                     strips.setdefault(epoch, _Strip(identity.rows_of(epoch))).add(positions, attempt)
     return {

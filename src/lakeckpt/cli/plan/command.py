@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
-from lakeckpt.checkpoint.restore.rest_of_epoch import carry_over
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lakeckpt.checkpoint.ledger.consumed_keys import consumed_keys
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json
 from lakeckpt.cli.plan.columns import column_bytes
 from lakeckpt.cli.plan.facts import Topology, plan_facts, warnings_of
@@ -50,10 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="short: the last batches may be smaller; drop: as drop_last (default: short)",
     )
     parser.add_argument(
-        "--remap", metavar="RUN", help="carry the place of a run's newest checkpoint over to this version"
+        "--remap",
+        metavar="RUN",
+        help="write the keys of the rows that a run has consumed, for consumed=",
     )
-    key = "with --remap: the columns that tell all rows apart (may be repeated)"
-    parser.add_argument("--key", action="append", metavar="A,B,…", help=key)
+    parser.add_argument("--key", metavar="A", help="with --remap: the column that tells all rows apart")
+    parser.add_argument("--out", metavar="FILE", help="with --remap: the Parquet file to write")
     parser.add_argument("--reader", metavar="NAME", help="with --remap: the reader, where the run has several")
     parser.add_argument("--storage-options", metavar="JSON", help="for the store, as fsspec takes them")
     parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
@@ -86,21 +90,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_remap(args: argparse.Namespace, table: Table) -> int:
-    """Carry the rest of an epoch over to another table version, and print what was done."""
-    if not args.key:
-        raise ConfigError("--remap needs --key: the column, or columns, whose values tell all rows apart")
+    """Write the keys of the rows that a run has consumed of its epoch, and print what to do with them."""
+    if not args.key or not args.out:
+        raise ConfigError("--remap needs --key, a column whose values tell all rows apart, and --out, a Parquet file")
     storage = open_storage(args.remap, storage_options=options_of(args.storage_options))
-    key = [name.strip() for some in args.key for name in some.split(",")]
     with progress_bar("keys", show=not args.json) as progress:
-        done = carry_over(storage, table, key=key, reader=args.reader, progress=progress)
+        done = consumed_keys(storage, table, key=args.key, reader=args.reader, progress=progress)
+    pq.write_table(pa.table({args.key: done.values}), args.out)
     if args.json:
-        print_json({"run": describe(storage), "table": table.uri, **asdict(done)})
+        counts = {"consumed": len(done.values), "left": done.left, "epoch": done.epoch}
+        of = {"run": describe(storage), "slot": done.slot, "step": done.step, "reader": done.reader}
+        print_json({"table": table.uri, **of, **counts, "out": args.out})
         return 0
     print(
-        f"{describe(storage)}: slot {done.slot}, reader {done.reader!r}, epoch {done.epoch}\n"
-        f"{format_count(done.consumed, 'row')} that had been consumed found in {done.version} of {table.uri} by "
-        f"{', '.join(done.key)} ({format_count(done.compared, 'key')} compared); {format_count(done.left, 'row')} left "
-        "of the epoch.\nThe next restore of this checkpoint goes on from there.",
+        f"{describe(storage)}: step {done.step:,} (slot {done.slot}), reader {done.reader!r}, epoch {done.epoch}\n"
+        f"{format_count(len(done.values), 'row')} consumed, {format_count(done.left, 'row')} left; the keys are in "
+        f"{args.out}.\nBegin a run with lakeckpt.load() for the weights and "
+        f"LakeDataset(…, consumed=({args.key!r}, pyarrow.parquet.read_table({args.out!r})[{args.key!r}])).",
     )
     return 0
 

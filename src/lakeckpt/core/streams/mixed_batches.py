@@ -7,7 +7,7 @@ imports the standard library and numpy only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from lakeckpt.core.plan import LayoutKey
 from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.wire.documents import to_plain
 
-__all__ = ["MixedAssignment", "MixedReceipt", "Part"]
+__all__ = ["AnyReceipt", "MixedAssignment", "MixedReceipt", "Part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,10 @@ class MixedReceipt:
     epoch: int = 0
     """0: sources count their epochs themselves."""
     reader: str = ""
-    """`lakeckpt.core.state.Identity.digest` of all sources together; empty: not named."""
+    """`lakeckpt.core.state.State.digest`; empty: not named."""
     last: bool | None = field(default=None, compare=False)
     """As in `lakeckpt.Receipt`."""
+    items: ClassVar[None] = None
 
     @property
     def step_rows(self) -> int:
@@ -73,6 +74,10 @@ class MixedReceipt:
         """Return the receipt as JSON-able values."""
         found: dict[str, object] = to_plain(self)
         return found
+
+
+AnyReceipt = Receipt | MixedReceipt
+"""The receipt of a micro-batch, of one source or of a mixture."""
 
 
 class Part(NamedTuple):

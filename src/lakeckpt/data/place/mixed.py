@@ -1,108 +1,89 @@
 """This module keeps the place of one process in a mixture, behind a mixed dataset and its loader.
 
-Each source has a `lakeckpt.data.place.progress.Progress` of its own, which keeps its state and its runs, so that the
-ledger records each source by itself. `MixedProgress` moves all of them in lockstep, plans their segments together, and
-hands out assignments. It reads no rows, asks no other process, and starts no threads.
+A mixture is one state with an order for each source. `MixedProgress` plans its segments, which end at the steps of a
+schedule, where a source is used up, or where the user changes the weights. It reads no rows, asks no other process, and
+starts no threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lakeckpt.core.changes import fit_lanes
-from lakeckpt.core.identity import Identity
-from lakeckpt.core.receipts import Receipt
+from lakeckpt.core.identity import Identity, Mixing
 from lakeckpt.core.state import State
-from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedReceipt
+from lakeckpt.core.streams.mixed_batches import MixedAssignment
 from lakeckpt.core.streams.mixing import fractions
-from lakeckpt.core.streams.mixture import (
-    FORMAT,
-    MixedPlan,
-    MixedState,
-    Mixing,
-    advanced,
-    is_unread,
-    joined,
-    replanned,
-    reweighed,
-    started,
-    stretches,
-)
+from lakeckpt.core.streams.mixture import MixedPlan, advanced, joined, replanned, reweighed, started, stretches
 from lakeckpt.data.options import check_lanes
+from lakeckpt.data.place.identity import Pinned, check_accepted, differing
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.errors import ConfigError, StateError, StateMismatch, StateUnavailable
 
-__all__ = ["MixedProgress", "checked_weights"]
+__all__ = ["MixedProgress", "SourcePlace", "checked_weights"]
 
 
-class MixedProgress:
+class MixedProgress(Progress):
     """The place of one rank in a mixture; every rank of a job in lockstep has an equal one.
 
-    ``sources`` are the places of the sources, in the order of ``mixing``. What a loader calls is as in `Progress`.
+    ``sources`` are the tables and orders of the sources, and ``accepted`` the changes that each accepts, in the order
+    of ``mixing``.
     """
 
-    in_rest = False
-
-    def __init__(self, mixing: Mixing, sources: Sequence[Progress], *, batch_size: int, num_lanes: int | None) -> None:
-        self.mixing, self.sources = mixing, tuple(sources)
-        self._batch_size, self._num_lanes = batch_size, num_lanes
-        self.last_receipt: MixedReceipt | None = None
-        self._receipts: dict[int, Receipt] = {}
-        """Source → its part of the last receipt."""
-        self._iteration = 0
-        self._settled: tuple[int, int] | None = None
-        self._plan: MixedPlan | None = None
+    def __init__(
+        self,
+        mixing: Mixing,
+        sources: Sequence[Pinned],
+        accepted: Sequence[frozenset[str]],
+        *,
+        batch_size: int,
+        num_lanes: int | None,
+    ) -> None:
+        super().__init__(sources[0], batch_size=batch_size, num_lanes=num_lanes, row_wise=False)
+        self.mixing, self._sources, self._accepted = mixing, list(sources), accepted
+        self._orders: dict[int, Identity] = {}
+        """Source → its order, once it was asked for."""
         self.replanned = 0
         """How often `set_weights` planned anew what had been dealt, and was not delivered."""
 
     # --- what is asked
 
+    def order(self, source: int) -> Identity:
+        """Return the order of a source. If its rows are filtered, asking for it counts them."""
+        if source not in self._orders:
+            try:
+                self._orders[source] = self._sources[source].identity()
+            except ConfigError as error:
+                name = self.mixing.names[source]
+                raise ConfigError(f"source {name!r} of the mixture cannot be read: {error}") from error
+        return self._orders[source]
+
+    def accepts_of(self, source: int, change: str) -> bool:
+        """Return whether the user accepts this difference between states and the dataset of a source."""
+        return change in self._accepted[source]
+
     @property
     def identity(self) -> Identity:
-        """The identity of the first source's order."""
-        return self.sources[0].identity
-
-    @staticmethod
-    def _identity_of(name: str, source: Progress) -> Identity:
-        try:
-            return source.identity
-        except ConfigError as error:
-            raise ConfigError(f"source {name!r} of the mixture cannot be read: {error}") from error
+        """None: each source has an order of its own. Raises ConfigError."""
+        raise ConfigError("a mixture has no order of its own: its sources have, mixed.sources[name].identity")
 
     @property
-    def epoch(self) -> int:
-        """0: sources count their epochs themselves."""
-        return 0
+    def is_endless(self) -> bool:
+        """True: sources count their epochs themselves."""
+        return True
 
     @property
-    def begun(self) -> bool:
-        """True where every source has a state to go on from."""
-        return all(one.begun for one in self.sources)
+    def seed(self) -> int:
+        """The seed of the turns that sources take."""
+        return self.mixing.seed
 
     @property
-    def at_start(self) -> bool:
-        """True where nothing has been delivered."""
-        return all(one.at_start for one in self.sources)
-
-    @property
-    def is_together(self) -> bool:
-        """True where all sources have states, which are of one place."""
-        try:
-            return self.begun and bool(self.state)
-        except StateError:
-            return False
-
-    @property
-    def state(self) -> MixedState:
-        """The state of all that was delivered; `settle` first."""
-        return MixedState(mixing=self.mixing, sources=tuple(one.state for one in self.sources))
-
-    @property
-    def plan(self) -> MixedPlan:
-        """The plan of the segment at hand; `settle` first."""
+    def plan(self) -> Any:
+        """The plan of the current segment; `settle` first."""
         if self._plan is None:
-            self._plan = MixedPlan(self.state)
+            self._plan = MixedPlan(self.origin)  # type: ignore[assignment]
         return self._plan
 
     @property
@@ -110,190 +91,186 @@ class MixedProgress:
         """None: how many steps there are is not known before the last."""
         return None
 
-    def knows_lanes(self, world_size: int) -> bool:
-        """Return whether the number of lanes is known without that of the workers."""
-        return self._num_lanes is not None or self.sources[0].knows_lanes(world_size)
-
-    def at(self, receipt: MixedReceipt | None) -> MixedState:
-        """Return the state of all up to ``receipt``, or of all that was delivered.
-
-        Raises StateUnavailable for a receipt that is not one of this process's recent ones.
-        """
-        if receipt is None:
-            return self.state
-        if not isinstance(receipt, MixedReceipt):
-            raise ConfigError(f"this is the receipt of a batch of a mixture (batch.receipt), or None, got {receipt!r}")
-        found = tuple(one.at(one.runs.numbered(receipt.number, receipt.rank)) for one in self.sources)
-        return MixedState(mixing=self.mixing, sources=found)
-
-    def receipt_of(self, source: int) -> Receipt | None:
-        """Return what a source gave to the micro-batch that was delivered last; None where none was."""
-        last = self.last_receipt
-        if last is not None and source not in self._receipts:
-            self._receipts[source] = self.sources[source].runs.numbered(last.number, last.rank)
-        return self._receipts.get(source)
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """The weights with which the mixture goes on."""
+        origin = self.runs.origin
+        return self.mixing.weights if origin is None or origin.segment.weights is None else origin.segment.weights
 
     # --- what changes the place
 
-    def settle(self, world_size: int, workers: int) -> None:
-        """Plan for a topology: from the start, or going on from the states that were loaded or reached.
-
-        Raises StateError where sources were loaded with states that are not of one place.
-        """
-        if self._settled != (world_size, workers) or not self.begun:
-            self._go_to(self.settled(world_size, workers))
-            self._settled = (world_size, workers)
-
-    def settled(self, world_size: int, workers: int) -> MixedState:
+    def settled(self, world_size: int, workers: int, *, num_lanes: int | None = None) -> State:
         """Return the state that `settle` would go on from."""
-        known = {number: one.state for number, one in enumerate(self.sources) if one.begun}
-        lanes = fit_lanes(
-            self._num_lanes, next(iter(known.values())).segment.num_lanes if known else None, world_size, workers
-        )
+        state = self.runs.state
+        stored = None if state is None else state.segment.num_lanes
+        lanes = num_lanes or fit_lanes(self._num_lanes, stored, world_size, workers)
         check_lanes(lanes)
         topology = {"num_lanes": lanes, "batch_size": self._batch_size, "world_size": world_size}
-        identities = tuple(map(self._identity_of, self.mixing.names, self.sources))
-        # Where a restore has loaded the states of some sources only, the others are new.
-        read = {number: one for number, one in known.items() if not is_unread(one)}
-        if read and len(read) < len(self.sources):
-            return replanned(joined(self.mixing, read, identities), topology)
-        if len(known) < len(self.sources):
-            return started(self.mixing, identities, topology)
-        return replanned(advanced(self.state), topology)
+        if state is None:
+            return advanced(started(self.mixing, self._every_order(), topology))
+        return advanced(replanned(advanced(state), topology))
 
-    def load(self, state: MixedState) -> None:
-        """Go on from ``state``; StateMismatch, without a change, where a source's state is of another order of rows."""
-        undo = [one.remember() for one in self.sources]
+    def _every_order(self) -> tuple[Identity, ...]:
+        return tuple(self.order(source) for source in range(len(self.mixing.names)))
+
+    def read(self, plain: object) -> State:
+        """Return the state of which `State.to_plain` made ``plain``. Raises StateError if it is of no mixture."""
+        found = State.from_plain(plain)
+        if found.mixing is None:
+            raise StateError("this is the state of one dataset, and this loader reads a mixture")
+        return found
+
+    def load(self, state: State, *, ahead: int = 0) -> None:
+        """Go on from ``state``; StateMismatch, without a change, if it is of another mixture, or if the order of one of
+        its sources is another. Sources that it does not have begin at their first rows."""
+        mine = self._every_order()
+        self._check_alike(state)
+        assert state.mixing is not None
+        orders = dict(zip(state.mixing.names, state.orders, strict=True))
+        for number, name in enumerate(self.mixing.names):
+            if name in orders:
+                self._check_source(number, mine[number], orders[name])
+        if state.mixing.names == self.mixing.names:
+            state = replace(state, orders=mine, mixing=self.mixing)
+        else:
+            state = joined(replace(state, orders=tuple(self._order_named(name) for name in orders)), self.mixing, mine)
+        self.last_receipt = None
+        self._iteration += 1
+        self._set(advanced(state))
+        self._settled = None
+
+    def _order_named(self, name: str) -> Identity:
+        return self.order(self.mixing.names.index(name))
+
+    def _check_source(self, number: int, mine: Identity, its: Identity) -> None:
         try:
-            for number, (name, found) in enumerate(zip(self.mixing.names, state.sources, strict=True)):
-                try:
-                    self.load_source(number, found)
-                except StateError as error:
-                    raise type(error)(f"source {name!r} of the mixture: {error}") from error
-        except StateError:
-            for go_back in undo:
-                go_back()
-            raise
-        self.changed()
+            kept = str(self._sources[number].selecting)
+            check_accepted(differing(mine, its, kept=kept), accepted=self._accepted[number])
+        except StateError as error:
+            raise type(error)(f"source {self.mixing.names[number]!r} of the mixture: {error}") from error
 
-    def load_source(self, number: int, state: State) -> None:
-        """Go on from the state of one source, if the others go on from there, too; `changed` comes next.
+    def _check_alike(self, state: State) -> None:
+        """Refuse a state in which rows were mixed in another way: `mixing` would go on elsewhere in it."""
+        mine, its = self.mixing, state.mixing
+        assert its is not None
+        if gone := [name for name in its.names if name not in mine.names]:
+            raise StateMismatch(
+                f"the state is of a mixture of {list(its.names)}, and this one has no source {gone[0]!r}: name it in "
+                "lakeckpt.mix, with a weight of 0 if no more of it is to be read"
+            )
+        ways = {False: "row", True: "batch"}
+        pairs: dict[str, tuple[Any, Any]] = {
+            "seed": (mine.seed, its.seed),
+            "granularity": (ways[mine.whole], ways[its.whole]),
+        }
+        if len(mine.names) == len(its.names):  # else a source is added, and numbers change
+            pairs |= {f"the number of source {one!r}": (at, its.names.index(one)) for at, one in enumerate(mine.names)}
+        words = "{}: {!r} in this mixture, {!r} in the state"
+        differ = [words.format(what, one, other) for what, (one, other) in pairs.items() if one != other]
+        if differ:
+            raise StateMismatch(
+                f"the state is of a source whose rows were mixed otherwise. They differ in {'; '.join(differ)}. Give "
+                "lakeckpt.mix the values of the state, and the sources in the order that they had (it numbers them "
+                "from 0)"
+            )
 
-        StateMismatch, without a change, where its rows were mixed otherwise, or it is of another order of rows.
-        """
-        _check_mixed_alike(self.mixing, number, state)
-        self.sources[number].load(state)
-
-    def read(self, plain: object) -> MixedState:
-        """Return the state of which `MixedState.to_plain` made ``plain``. Raises StateError where it is none."""
-        if not isinstance(plain, Mapping) or plain.get("format") != FORMAT:
-            found = plain.get("format") if isinstance(plain, Mapping) else type(plain).__name__
-            raise StateError(f"the state of a mixture has the 'format' {FORMAT!r}, got {found!r}")
-        sources: Any = plain.get("sources")
-        names = sorted(sources) if isinstance(sources, Mapping) else []
-        if names != sorted(self.mixing.names):
-            raise StateError(f"the state is of a mixture of {names}, and this mixture is of {list(self.mixing.names)}")
-        states = tuple(State.from_plain(sources[name]) for name in self.mixing.names)
-        return MixedState(mixing=self.mixing, sources=states)
-
-    def changed(self) -> None:
-        """Note that the states of sources were changed: iterations that have begun are out of date."""
+    def repin_source(self, source: int, pinned: Pinned) -> Callable[[], None]:
+        """Read another version of the table of a source; a state is loaded next. Return a function that undoes it."""
+        undo = self.remember()
+        sources, orders = list(self._sources), dict(self._orders)
+        self._sources[source] = pinned
+        self._orders.pop(source, None)
         self.last_receipt, self._settled, self._plan = None, None, None
-        self._receipts = {}
+        self.runs.leave()
         self._iteration += 1
 
+        def go_back() -> None:
+            undo()
+            self._sources, self._orders = sources, orders
+
+        return go_back
+
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Go on with other weights from the step at hand; `settle` first."""
-        self._go_to(reweighed(advanced(self.state), checked_weights(weights, self.mixing.names)))
+        """Go on with other weights from the current step; `settle` first."""
+        self._advance(reweighed(advanced(self.state), checked_weights(weights, self.mixing.names)))
         self.replanned += 1
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Refuse: sources count their epochs themselves."""
+        raise ConfigError("a mixture has no epoch to go to: its sources count their epochs themselves")
 
     def turn(self, rank: int, *, loaded: bool = False) -> None:
         """Do nothing: there are no epochs to end."""
 
     def begin_iteration(self) -> int:
-        """Return a number for the iteration that begins; `check` refuses those of earlier ones. `ConfigError` if the
-        mixture ends before its first step."""
+        """Return a number for the iteration that begins. `ConfigError` if the mixture ends before its first step."""
         if small := self.plan.too_small:
-            rows = ", ".join(
-                f"{name!r} has {self.sources[self.mixing.names.index(name)].identity.rows}" for name in small
-            )
+            rows = ", ".join(f"{self.mixing.names[one]!r} has {self.order(one).rows}" for one in small)
             lanes, size = self.plan.segment.num_lanes, self.plan.segment.batch_size
             raise ConfigError(
                 f"the mixture ends before its first step: of its sources, {rows} rows, and one step takes rows of each "
                 f"source for {lanes} lanes of {size} rows. Give mix(…, num_lanes=…) fewer lanes (at least one for each "
                 "rank), a smaller batch_size=, exhausted='next_epoch', or leave these sources out"
             )
-        self._iteration += 1
-        return self._iteration
+        return super().begin_iteration()
 
-    def is_newest(self, iteration: int | None) -> bool:
-        """Return whether nothing has begun and no place was changed since ``iteration`` began."""
-        return iteration == self._iteration
-
-    def check(self, iteration: int) -> None:
-        """Refuse to go on with an iteration from before another one began, or the place was changed."""
-        if iteration != self._iteration:
-            raise StateUnavailable(
-                "this iterator is out of date: since it began, another one was begun, or load_state_dict changed the "
-                "place. Go on with a new one: iter(loader)"
-            )
-
-    def delivered(self, receipt: MixedReceipt) -> None:
+    def delivered(self, receipt: Any) -> None:
         """Note that the loop got what ``receipt`` is of."""
-        for one in self.sources:
-            one.reached(receipt.step, self._iteration)
-        self.last_receipt, self._receipts = receipt, {}
-        plan = self.plan
-        if plan.steps == receipt.step + 1 and not plan.is_last:
-            self._go_to(self.state)
+        super().delivered(receipt)
+        if self.plan.steps == receipt.step + 1 and not self.plan.is_last:
+            self._advance(advanced(self.state))
 
     def end(self, step: int) -> None:
-        """Note that the iteration ended before ``step``. Raises StateUnavailable where there is more."""
+        """Note that the iteration ended before ``step``. Raises StateUnavailable if there is more."""
         if not self.plan.is_last or step != self.plan.steps:
             raise StateUnavailable(
                 f"the iterator over a mixture was closed and ended before step {step}: go on with a new one, "
                 "iter(loader)"
             )
-        for one in self.sources:
-            one.deliveries.end()
+        self.deliveries.end()
 
-    def assignments(self, rank: int) -> Iterator[MixedAssignment]:
+    def assignments(self, rank: int) -> Iterator[Any]:
         """Yield what ``rank`` gets in the steps that are left."""
         for plan, step, stop in stretches(self.state):
-            assert isinstance(plan, MixedPlan)
             while stop is None or step < stop:
-                yield plan.assignment(step, rank)
+                dealt: MixedAssignment = plan.assignment(step, rank)
+                yield dealt
                 step += 1
 
-    def _go_to(self, state: MixedState) -> None:
-        """Go on from ``state``, in the segment that is planned from there: one may end where another begins."""
-        state = advanced(state)
-        for one, found in zip(self.sources, state.sources, strict=True):
-            one.go_to(found)
-        self._plan = None
+    def _advance(self, state: State) -> None:
+        """Go on from ``state``, which follows from the current one, in the segment that begins there."""
+        if state is not self.runs.state:
+            self._set(state)
 
 
-def _check_mixed_alike(mixing: Mixing, number: int, state: State) -> None:
-    """Refuse the state of a source that was mixed with others in another way: `mixing` would go on elsewhere in it."""
-    share = state.segment.share
-    if share is None:  # refused with the states of all sources
-        return
-    name, ways = mixing.names[number], {False: "row", True: "batch"}
-    pairs = {"seed": (mixing.seed, share.seed), "granularity": (ways[mixing.whole], ways[share.whole])}
-    if len(share.weights) == len(mixing.names):  # else a source is added, and numbers change
-        pairs[f"the number of source {name!r}"] = number, share.source
-    differ = [
-        f"{what}: {mine!r} in this mixture, {its!r} in the state" for what, (mine, its) in pairs.items() if mine != its
-    ]
-    if differ:
-        raise StateMismatch(
-            f"the state is of a source whose rows were mixed otherwise. They differ in {'; '.join(differ)}. Give "
-            "lakeckpt.mix the values of the state, and the sources in the order that they had (it numbers them from 0)"
-        )
+class SourcePlace:
+    """The place in source ``number`` of a mixture, for what looks after the versions of its table."""
+
+    in_rest, at_start = False, False
+
+    def __init__(self, mixed: MixedProgress, number: int) -> None:
+        self._mixed, self._number = mixed, number
+
+    @property
+    def runs(self) -> Any:
+        """The runs of the mixture."""
+        return self._mixed.runs
+
+    def accepts(self, change: str) -> bool:
+        """See `Progress.accepts`."""
+        return self._mixed.accepts_of(self._number, change)
+
+    def goes_on_elsewhere(self, state: State) -> bool:
+        """Never: a source stays at the version of its table."""
+        return False
+
+    def repin(self, pinned: Pinned) -> Callable[[], None]:
+        """See `Progress.repin`."""
+        return self._mixed.repin_source(self._number, pinned)
 
 
 def checked_weights(weights: Mapping[str, Any], names: Sequence[str]) -> tuple[int, ...]:
-    """Return the weights of the sources ``names`` as fractions. `ConfigError` where they are not that."""
+    """Return the weights of the sources ``names`` as fractions. `ConfigError` if they are not that."""
     if not isinstance(weights, Mapping) or set(weights) != set(names):
         given = sorted(map(str, weights)) if isinstance(weights, Mapping) else weights
         raise ConfigError(f"weights name each source of the mixture, {list(names)}, got {given!r}")

@@ -18,6 +18,7 @@ from lakeckpt.core.lanes import micro_batches
 from lakeckpt.core.plan import Assignment, Plan
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import MAX_EPOCH, State
+from lakeckpt.core.streams.mixed_batches import AnyReceipt
 from lakeckpt.data.options import check_lanes
 from lakeckpt.data.place.deliveries import Deliveries
 from lakeckpt.data.place.identity import Pinned, at_version, check_accepted, differing
@@ -77,6 +78,16 @@ class Progress:
         return self._identity
 
     @property
+    def is_endless(self) -> bool:
+        """Whether the stream has no end, so that it counts its epochs itself."""
+        return self.identity.endless
+
+    @property
+    def seed(self) -> int:
+        """The seed of the order."""
+        return self.identity.spec.seed
+
+    @property
     def origin(self) -> State:
         """The state of the whole job that all ranks went on from last; `settle` first."""
         assert self.runs.origin is not None
@@ -132,7 +143,7 @@ class Progress:
         assert state is not None
         return self._start_of(state.epoch + 1, state) if self.over else state
 
-    def at(self, receipt: Receipt | None) -> State:
+    def at(self, receipt: AnyReceipt | None) -> State:
         """Return the state of all up to ``receipt``, or of all that was delivered. Raises StateUnavailable."""
         return self.state if receipt is None else self.runs.at(receipt)
 
@@ -169,6 +180,8 @@ class Progress:
         """Return the state of which `State.to_plain` made ``plain``. Raises StateError if it is none, or if consumption
         depends on the data here and not there, or there and not here."""
         found = State.from_plain(plain)
+        if found.mixing is not None:
+            raise StateError("this is the state of a mixture, and this loader reads one dataset")
         if (found.held is None) != (self._describes is None):
             kinds = "each row is one row", 'rows give any number of rows (rows="many", a tokenizer=, whole documents)'
             here, there = kinds if self._describes is None else kinds[::-1]
@@ -190,7 +203,7 @@ class Progress:
         if self.goes_on_elsewhere(state):
             if not state.is_start:  # the loop has yet to see the end of an epoch of which nothing is left
                 identity = identity.of_version(state.identity)
-            state = replace(state, identity=at_version(self.identity, state.identity))
+            state = replace(state, orders=(at_version(self.identity, state.identity),))
         never = {"tail"} if state.identity.tail == "carry" else set[str]()
         check_accepted(differing(mine, state.identity, kept=self._kept), accepted=self._accept - never)
         check_place(given, ahead=ahead)
@@ -199,7 +212,7 @@ class Progress:
             state = rebase(state, identity)
         self.last_receipt = None
         self._iteration += 1
-        self._set(replace(state, identity=identity))
+        self._set(replace(state, orders=(identity,)))
         self._settled = None
 
     def begin_epoch(self, epoch: int) -> None:

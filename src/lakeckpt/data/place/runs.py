@@ -22,6 +22,8 @@ from lakeckpt.core.changes import moved, part_of
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import EPOCH_NUMBERS, Receipt
 from lakeckpt.core.state import Frontier, State
+from lakeckpt.core.streams.mixed_batches import AnyReceipt
+from lakeckpt.core.streams.mixture import MixedPlan, plan_of
 from lakeckpt.errors import ConfigError, StateUnavailable
 
 __all__ = ["Run", "Runs"]
@@ -50,7 +52,7 @@ class Run:
         """True if the ledger must have the run."""
         return self.ended_without_step or self.start.step != self.end.step
 
-    def receipt(self, step: int, rank: int) -> Receipt | None:
+    def receipt(self, step: int, rank: int) -> AnyReceipt | None:
         """Return the receipt of ``rank`` in ``step``; None if it was delivered neither in this run nor just before its
         start (a mark)."""
         if not max(self.end.segment.step, self.start.step - 1) <= step < self.end.step:
@@ -60,18 +62,18 @@ class Run:
         at = step - self.receipts[0].step if self.receipts else -1
         return self.receipts[at] if 0 <= at < len(self.receipts) else None
 
-    def has(self, receipt: Receipt) -> bool:
+    def has(self, receipt: AnyReceipt) -> bool:
         """Return whether the batch of ``receipt`` was delivered in this run, or just before its start (a mark)."""
         if (self.end.epoch, self.end.segment.world_size) != (receipt.epoch, receipt.world_size):
             return False
         return self.receipt(receipt.step, receipt.rank) == receipt
 
-    def numbered(self, number: int, rank: int) -> Receipt | None:
+    def numbered(self, number: int, rank: int) -> AnyReceipt | None:
         """Return the receipt of ``rank`` with this `Receipt.number`; None if it was not delivered in this run."""
-        epoch, step = (0, number) if self.end.identity.endless else divmod(number, EPOCH_NUMBERS)
+        epoch, step = (0, number) if self.end.is_endless else divmod(number, EPOCH_NUMBERS)
         return self.receipt(step, rank) if epoch == self.end.epoch else None
 
-    def after(self, receipt: Receipt) -> State:
+    def after(self, receipt: AnyReceipt) -> State:
         """Return the state of all up to ``receipt``, which was delivered in this run: what came later is undone."""
         frontiers: dict[int, Frontier] = {}
         for one in reversed(self.receipts):
@@ -87,9 +89,9 @@ class Run:
             self.receipts.popleft()
 
     @cached_property
-    def _plan(self) -> Plan:
+    def _plan(self) -> Plan | MixedPlan:
         """The plan of the whole run, which is of one segment. It is made when a receipt is first looked up."""
-        return Plan(self.end)
+        return plan_of(self.end)
 
 
 class Runs:
@@ -117,11 +119,15 @@ class Runs:
     @property
     def state(self) -> State | None:
         """The state of all that was delivered; None if there is no place to go on from. The last run ends there."""
+        self._settle()
+        return self._state
+
+    def _settle(self) -> None:
+        """Move the current state, and the end of the last run, to all that was delivered."""
         state = self._state
         if state is not None and state.step != self.reached:
             frontiers, self._moved = self._moved, {}
             self._reach(moved(state, step=self.reached, frontiers=frontiers))
-        return self._state
 
     def glance(self) -> State | None:
         """Return the state of all that was delivered, and change nothing, for another thread. Frontiers that are held
@@ -132,7 +138,7 @@ class Runs:
     @property
     def _runs(self) -> list[Run]:
         """The runs, the last of which ends with the current state."""
-        assert self._state is None or self.state is not None
+        self._settle()
         return self._every
 
     @property
@@ -143,13 +149,13 @@ class Runs:
     @property
     def tables(self) -> set[str]:
         """The digests of the tables that the runs are of."""
-        return {run.end.identity.table for run in self._runs}
+        return {one.table for run in self._runs for one in run.end.orders}
 
-    def at(self, receipt: Receipt) -> State:
+    def at(self, receipt: AnyReceipt) -> State:
         """Return the state of all up to ``receipt``; StateUnavailable where it is of none of the runs."""
         return self._run_of(receipt).after(receipt)
 
-    def numbered(self, number: int, rank: int) -> Receipt:
+    def numbered(self, number: int, rank: int) -> AnyReceipt:
         """Return the receipt of ``rank`` with this `Receipt.number`; StateUnavailable where no run has it."""
         for run in reversed(self._runs):
             found = run.numbered(number, rank)
@@ -160,7 +166,7 @@ class Runs:
             "restore(): pass what the loader's receipt_column held in the batch that the step used"
         )
 
-    def stretches(self, receipt: Receipt | None) -> list[tuple[State, State]]:
+    def stretches(self, receipt: AnyReceipt | None) -> list[tuple[State, State]]:
         """Return (from, to) of each run since the mark, up to ``receipt`` (None: all)."""
         runs = self._runs
         if receipt is not None:
@@ -194,10 +200,10 @@ class Runs:
 
     def leave(self) -> None:
         """Leave the place: there is none to go on from until the next run begins."""
-        assert self._state is None or self.state is not None  # the last run ends where the place was
+        self._settle()  # the last run ends where the place was
         self._state = self.origin = None
 
-    def advance(self, receipt: Receipt) -> None:
+    def advance(self, receipt: AnyReceipt) -> None:
         """Note that the loop got what ``receipt`` is of."""
         assert self.reached == receipt.step, f"{receipt} was delivered at step {self.reached}"
         if receipt.items is not None:
@@ -218,7 +224,7 @@ class Runs:
         state = self.state
         if state is not None:
             begin = self.last.start
-            is_needed = moves if begin.base is None else begin.identity.rows > 0
+            is_needed = begin.identity.rows > 0 if begin.bases else moves
             self.last.ended_without_step = is_needed and begin == state and begin.step == 0
 
     def _finish_lanes(self, origin: State) -> None:
@@ -232,7 +238,7 @@ class Runs:
     def _reach(self, state: State) -> None:
         self._state = self._every[-1].end = state
 
-    def mark(self, receipt: Receipt | None) -> None:
+    def mark(self, receipt: AnyReceipt | None) -> None:
         """Forget what was consumed up to ``receipt`` (None: all)."""
         if receipt is None:
             self._every = [Run(start=run.end, end=run.end, receipts=run.receipts) for run in self._runs[-1:]]
@@ -243,8 +249,8 @@ class Runs:
         run.cut(run.after(receipt))
         self._every = self._every[self._every.index(run) :]
 
-    def _run_of(self, receipt: Receipt) -> Run:
-        if not isinstance(receipt, Receipt):
+    def _run_of(self, receipt: AnyReceipt) -> Run:
+        if not isinstance(receipt, AnyReceipt):
             raise ConfigError(f"this is the receipt of a batch (batch.receipt), or None, got {receipt!r}")
         for run in reversed(self._runs):
             if run.has(receipt):

@@ -313,8 +313,8 @@ def _with_advice(error: DataFileChanged, state: State) -> DataFileChanged:
     else:
         if not state.identity.selection:
             text += (
-                "Where files were only compacted and the old ones can still be read, `lakeckpt plan TABLE --remap RUN "
-                "--key COLUMN` carries its place over to the newest version; "
+                "If files were only compacted and the old ones can still be read, `lakeckpt plan TABLE --remap RUN "
+                "--key COLUMN` writes what was consumed, which a run over the newest version leaves out; "
             )
         text += (
             'ReadOptions(on_version_gone="next_epoch") drops the rest of the epoch and begins the next epoch with the '

@@ -1,30 +1,35 @@
 """This module defines `lakeckpt.mix`: a weighted mixture of datasets, each of which is read exactly.
 
-A mixture moves all sources in lockstep (`lakeckpt.data.place.mixed`), and reads them by
+A mixture has one place (`lakeckpt.data.place.mixed`), and reads its sources by
 `lakeckpt.data.streams.mixed_source`. The module reads nothing itself and starts no threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch.utils.data import get_worker_info
 
+from lakeckpt.core.identity import Mixing
 from lakeckpt.core.streams.mixing import MAX_SOURCES
-from lakeckpt.core.streams.mixture import Mixing
+from lakeckpt.data.base_dataset import BaseDataset
 from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.foreign.workers import SharedEpoch
 from lakeckpt.data.options import one_of, optional, whole
-from lakeckpt.data.place.mixed import MixedProgress, checked_weights
+from lakeckpt.data.place.identity import Pinned
+from lakeckpt.data.place.mixed import MixedProgress, SourcePlace, checked_weights
+from lakeckpt.data.place.versions import Versions
+from lakeckpt.data.source import BatchSource
 from lakeckpt.data.streams.mixed_source import MixedSource
 from lakeckpt.data.transform import CarriedRows
 from lakeckpt.errors import ConfigError, SchemaError
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.table import Table
+from lakeckpt.reading.packed.packing import Packing
 from lakeckpt.reading.windows.decode import select_columns
 
-__all__ = ["MixedDataset", "mix"]
+__all__ = ["MixedDataset", "MixedTable", "mix"]
 
 _MOST_PIECES = 1000
 Weights = Mapping[str, float]
@@ -40,6 +45,7 @@ def mix(
     exhausted: Literal["next_epoch", "stop", "continue"] = "next_epoch",
     schedule: Sequence[tuple[int, Weights]] = (),
     source_column: str | None = None,
+    memory_limit_bytes: int | None = None,
 ) -> MixedDataset:
     """Return a dataset that reads rows, or packed sequences, of several datasets in the proportion of their weights.
 
@@ -52,9 +58,10 @@ def mix(
 
     Args:
         sources: name → (a `LakeDataset`, packed or not; its weight). Weights need not add up to 1. They are rounded,
-            each by at most 1 %. Datasets are left as they are, and their ``batch_size``, ``endless`` and lanes do not
-            count; their filters, transforms and options do. The columns of all must have the same names and types. A
-            transform gets the rows of its source in a micro-batch, and must return a dict.
+            each by at most 1 %. A dataset describes its source: it was never read, and has no memory limit of its own.
+            Its ``batch_size``, ``endless`` and lanes do not count; its filters, transforms and options do. The columns
+            of all must have the same names and types. A transform gets the rows of its source in a micro-batch, and
+            must return a dict.
         seed: any integer of 64 bits. Sources keep their own seeds for the order of their rows.
         batch_size: rows per micro-batch; None: that of the sources, where it is the same.
         num_lanes: as in `ReadOptions`, for all sources.
@@ -68,10 +75,11 @@ def mix(
             `LakeLoader.set_weights` changes them at any other step.
         source_column: a name under which each batch also holds the number of each row's source, in the order of
             ``sources``: int64, shape (batch,). None: it holds none.
+        memory_limit_bytes: as in `ReadOptions`, for all sources together.
 
-    A batch has a `MixedReceipt`. The manager records each source by itself, as ``"reader.web"`` and so on; so does
-    ``lakeckpt audit``. Where a run is restored, its weights go on. A source that the run did not have begins at its
-    first row; then the weights given here hold. Raises `ConfigError`, `SchemaError`.
+    A batch has a `MixedReceipt`. ``lakeckpt audit`` counts the rows of each source, as ``"reader.web"`` and so on. If a
+    run is restored, its weights go on. A source that the run did not have begins at its first row; then the weights
+    given here hold. Raises `ConfigError`, `SchemaError`.
     """
     if not isinstance(sources, Mapping) or not 1 <= len(sources) <= MAX_SOURCES:
         raise ConfigError(f"mix takes 1 to {MAX_SOURCES} sources, as name → (LakeDataset, weight)")
@@ -92,12 +100,35 @@ def mix(
     size = optional("batch_size", batch_size) or _common_size(datasets)
     _check_alike(datasets)
     return MixedDataset(
-        mixing, datasets, batch_size=size, num_lanes=optional("num_lanes", num_lanes), source_column=source_column
+        mixing,
+        datasets,
+        batch_size=size,
+        num_lanes=optional("num_lanes", num_lanes),
+        source_column=source_column,
+        memory_limit_bytes=optional("memory_limit_bytes", memory_limit_bytes),
     )
 
 
-class MixedDataset(LakeDataset):
-    """What `mix` returns: a `LakeDataset` for a `LakeLoader`, or for a loop in this process."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedTable:
+    """A source of a mixture, as it is read."""
+
+    source: BatchSource
+    versions: Versions
+
+    @property
+    def table(self) -> Table:
+        """Its table, at the version that is read."""
+        return self.versions.at_hand.table
+
+    @property
+    def packing(self) -> Packing | None:
+        """How its documents are packed; None: rows are read."""
+        return self.versions.at_hand.packing
+
+
+class MixedDataset(BaseDataset):
+    """What `mix` returns: a dataset for a `LakeLoader`, or for a loop in this process."""
 
     def __init__(
         self,
@@ -107,21 +138,33 @@ class MixedDataset(LakeDataset):
         batch_size: int,
         num_lanes: int | None,
         source_column: str | None,
+        memory_limit_bytes: int | None,
     ) -> None:
-        first = next(iter(datasets.values()))
-        self.__dict__.update(first.__dict__)
-        self.sources = {name: one._changed(endless=True) for name, one in datasets.items()}
-        """Name → the dataset that is read, an endless one."""
-        self.batch_size, self.row_wise, self.has_transform = batch_size, False, False
-        every = list(self.sources.values())
+        super().__init__()
+        every = list(datasets.values())
+        self.batch_size, self.output = batch_size, every[0].output
+        self._explicit_rank, self._dp_group = every[0]._explicit_rank, every[0]._dp_group
+        pinned = [replace(one._versions.at_hand, endless=True) for one in every]
         self._mixed = MixedProgress(
-            mixing, [one._progress for one in every], batch_size=batch_size, num_lanes=num_lanes
+            mixing,
+            pinned,
+            [frozenset(one.options.accept_changes) for one in every],
+            batch_size=batch_size,
+            num_lanes=num_lanes,
         )
-        self._progress = self._mixed  # type: ignore[assignment]
-        self._source = MixedSource(  # type: ignore[assignment]
-            mixing.names, [one._source for one in every], source_column=source_column
+        self._progress = self._mixed
+        self.sources = {
+            name: _table_of(one, where, SourcePlace(self._mixed, number))
+            for number, ((name, one), where) in enumerate(zip(datasets.items(), pinned, strict=True))
+        }
+        """Name → the source that is read."""
+        self._source = MixedSource(
+            mixing.names,
+            [one.source for one in self.sources.values()],
+            source_column=source_column,
+            memory_limit_bytes=memory_limit_bytes,
         )
-        self._shared, self._carried = SharedEpoch(), CarriedRows(looks=False)
+        self._carried = CarriedRows(looks=False)
 
     @property
     def table(self) -> Table:
@@ -129,40 +172,53 @@ class MixedDataset(LakeDataset):
         tables = [one.table for one in self.sources.values()]
         return next((one for one in tables if not isinstance(one.storage, LocalStorage)), tables[0])
 
-    def _move(self) -> None:
-        """Do nothing: sources are endless, and stay at their versions."""
+    @property
+    def _version(self) -> str:
+        return " ".join(one.table.index.digest for one in self.sources.values())
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
             raise ConfigError("a mixture is read in worker processes by lakeckpt.LakeLoader(mixture, num_workers=…)")
-        return super().__iter__()
+        return self._read_here()
+
+    def __len__(self) -> int:
+        raise TypeError("a mixture has no length: its sources are endless streams")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all sources, of all that was yielded (plain types)."""
+        """Return the state of all that was yielded (plain types)."""
         self._mixed.settle(self.topology[1], 0)
         return self._mixed.state.to_plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state`` at the next iteration; StateError, without a change, where it does not fit."""
+        """Go on from ``state`` at the next iteration; StateError, without a change, if it does not fit."""
         self._mixed.load(self._mixed.read(state))
 
     def set_epoch(self, epoch: int) -> None:
         """Refuse: sources count their epochs themselves."""
-        raise ConfigError("a mixture has no epoch to go to: its sources count their epochs themselves")
+        self._mixed.begin_epoch(epoch)
 
     def rewind(self) -> None:
         """Refuse: a mixture has no epochs."""
         raise ConfigError("a mixture has no epoch to begin again: load a state, or make a new mixture")
 
 
+def _table_of(dataset: LakeDataset, pinned: Pinned, place: Any) -> MixedTable:
+    """Return the source that ``dataset`` describes, which reads ``pinned``."""
+    options = dataset.options
+    source = BatchSource(
+        pinned, output=dataset.output, options=options, transform=dataset._source.transform, row_wise=False
+    )
+    return MixedTable(source=source, versions=Versions(pinned, source, place, options))
+
+
 def _check_source(name: Any, given: Any) -> None:
     if not isinstance(name, str) or not name or "/" in name:
         raise ConfigError(f"sources have non-empty names without '/', got {name!r}")
+    if isinstance(given, tuple) and given and isinstance(given[0], MixedDataset):
+        raise ConfigError(f"source {name!r} is a mixture: mix its sources with the others, in one mixture")
     if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], LakeDataset):
         raise ConfigError(f"source {name!r} must be (LakeDataset, weight), got {given!r:.80}")
     dataset = given[0]
-    if isinstance(dataset, MixedDataset):
-        raise ConfigError(f"source {name!r} is a mixture: mix its sources with the others, in one mixture")
     if dataset.yields_many:
         raise ConfigError(
             f'source {name!r} has a transform with rows="many", a tokenizer= or documents="whole", so its rows have no '
@@ -170,6 +226,13 @@ def _check_source(name: Any, given: Any) -> None:
         )
     if dataset.row_wise or dataset.output == "arrow":
         raise ConfigError(f'source {name!r} must have a batch_size, and output="torch" or "numpy"')
+    if dataset._progress.begun:
+        raise ConfigError(
+            f"source {name!r} has a place of its own: it was read, or a state was loaded. Give mix a dataset that was "
+            "never read, which describes the source; the mixture has one place, in its own state"
+        )
+    if dataset.options.memory_limit_bytes is not None:
+        raise ConfigError(f"source {name!r} has a memory limit of its own: give mix(…, memory_limit_bytes=…), for all")
     if not dataset.table.num_rows:
         raise ConfigError(f"source {name!r} has no rows: the table {dataset.table.uri!r} is empty")
     if dataset.options.on_new_version != "keep" or dataset.table.index.rest is not None:

@@ -31,7 +31,7 @@ from typing import Any
 from torch.utils.data import Dataset, get_worker_info
 
 from lakeckpt.core.state import State
-from lakeckpt.core.streams.mixture import MixedState, stretches
+from lakeckpt.core.streams.mixture import stretches
 from lakeckpt.counters import take_stores
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.data.base.torch_private import ExceptionWrapper, set_worker_info
@@ -53,7 +53,7 @@ _GROUP_S = 0.05
 class Beginning:
     """The place where an iteration begins, from which a worker plans."""
 
-    state: State | MixedState
+    state: State
     """The state of the job, or if consumption depends on the data, the part of the rank."""
     rank: int
 
@@ -107,7 +107,6 @@ class WorkerReader(Dataset[Group]):
         if not isinstance(source, FlowSource):
             return Ahead(source, _assignments(beginning, worker, workers))
         state = beginning.state
-        assert isinstance(state, State)
         ranks = state.segment.world_size
         return FlowReading(source, state, beginning.rank, owns=lambda lane: lane // ranks % workers == worker)
 
