@@ -50,6 +50,7 @@ from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.bubbles.record import IterationRecord, waits_of
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.wire.documents import from_plain, to_plain
 
 WAYS = ("none", "at once", "in bubbles")
@@ -82,7 +83,7 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
         slice_bytes=None if asked.slice_mib is None else asked.slice_mib * 2**20,
     )
     switch.gate = Observed()
-    engine.cut(0, attempt="benchmark", cut=bytes(16), must=True)
+    engine.cut(CutId(attempt=0, step=0), digest=bytes(16), must=True)
     engine.wait()
     seconds: dict[str, dict[int, float]] = defaultdict(dict)
     spent: dict[str, list[float]] = defaultdict(list)
@@ -146,7 +147,7 @@ def turn(
     before, cpu_before = time.perf_counter(), time.thread_time()
     step = next(steps)
     gate.cut(step)
-    began.append(engine.cut(step, attempt="benchmark", cut=bytes(16), common=max(0, step - 2)))
+    began.append(engine.cut(CutId(attempt=0, step=step), digest=bytes(16), common=max(0, step - 2)))
     after, cpu_after = time.perf_counter(), time.thread_time()
     job.step()
     fence, cpu_fence = time.perf_counter(), time.thread_time()

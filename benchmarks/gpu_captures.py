@@ -44,6 +44,7 @@ from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.format.fields import CutId
 
 
 class GPT(nn.Module):
@@ -124,10 +125,10 @@ class Timed(CaptureEngine):
         self.fences_s: list[float] = []
         self.skipped = 0
 
-    def cut(self, step: int, **how: Any) -> bool:
+    def cut(self, cut: CutId, **how: Any) -> bool:
         """See `CaptureEngine.cut`."""
         begin_s, fences = time.perf_counter(), len(self.fences_s)
-        began = super().cut(step, **how)
+        began = super().cut(cut, **how)
         del self.fences_s[fences:]  # that of the cut itself
         self.cuts_s.append(time.perf_counter() - begin_s)
         self.skipped += not began
@@ -147,11 +148,11 @@ def _ours(job: Job, folder: ArenaFolder) -> tuple[Way, Timed]:
     def settle() -> None:
         engine.wait()
 
-    engine.cut(0, attempt="0", cut=bytes(16), must=True)
+    engine.cut(CutId(attempt=0, step=0), digest=bytes(16), must=True)
     engine.wait()
 
     def save(step: int) -> None:
-        engine.cut(step, attempt="0", cut=bytes(16), common=engine.completed)
+        engine.cut(CutId(attempt=0, step=step), digest=bytes(16), common=engine.completed)
 
     return Way(name="lakeckpt, every iteration", always=True, save=save, settle=settle), engine
 

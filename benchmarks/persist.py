@@ -38,6 +38,7 @@ from lakeckpt.checkpoint.agent.orders import Bye, Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.manifest import Begin
 from lakeckpt.checkpoint.manager import CheckpointManager
@@ -188,7 +189,7 @@ def main() -> int:
     engine = CaptureEngine({"model": state}, identity, folder=ArenaFolder(arenas), generations=2)
     generations = Generations(ArenaFolder(arenas), identity)
     try:
-        engine.cut(1, attempt="0", cut=bytes(16), must=True)
+        engine.cut(CutId(attempt=0, step=1), digest=bytes(16), must=True)
         engine.wait()
         memory = mmap.mmap(-1, state.size_bytes)
         data = memoryview(memory)

@@ -46,6 +46,7 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.agent.generations import digest_of_run, identity_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.persist.log import put_entry, read_entry
 from lakeckpt.checkpoint.restore.restorer import Restorer
 from lakeckpt.lake.storage.local import LocalStorage
@@ -139,7 +140,7 @@ def in_memory(job: Job, place: Path, arenas: Path) -> Iterator[list[Case]]:
     identity = identity_of(digest_of_run(begin.run, committed), rank=0, world_size=1)
     engine = CaptureEngine(job.objects, identity, folder=folder, generations=2)
     try:
-        engine.cut(2, attempt="0", cut=bytes(16), must=True)
+        engine.cut(CutId(attempt=0, step=2), digest=bytes(16), must=True)
         engine.wait()
         source = {name: view_of(one).copy() for name, one in job.tensors.items()}
         copies = [

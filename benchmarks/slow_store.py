@@ -67,7 +67,7 @@ class Requests:
 
 
 def steps_s(folder: Path, *, request_s: float, seconds: float) -> tuple[list[float], int, int]:
-    """Return how long each `step` took, the requests of the training thread, and the committed checkpoints."""
+    """Return how long each `step` took, the requests of the training thread, and how many commits there were."""
     pq.write_table(pa.table({"x": pa.array(range(10**6), pa.int64())}), folder / "table.parquet")
     (folder / "agent").mkdir()
     (folder / "agent" / "sitecustomize.py").write_text(_SLOW_AGENT.format(request_s=request_s, methods=_METHODS))

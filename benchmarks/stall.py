@@ -35,6 +35,7 @@ from benchmarks.places import MEMORY, place_for_a_run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.format.fields import CutId
 
 _LAYER = 4096
 
@@ -86,13 +87,13 @@ def _lakeckpt(job: Job, folder: ArenaFolder) -> tuple[Way, CaptureEngine]:
     engine = CaptureEngine(objects, ArenaIdentity(run=b"stall benchmark.", rank=0, world=1), folder=folder)
 
     def save(step: int) -> None:
-        if not engine.cut(step, attempt="0", cut=bytes(16)):
+        if not engine.cut(CutId(attempt=0, step=step), digest=bytes(16)):
             raise RuntimeError("the cut was left out")
 
     def settle() -> None:
         engine.wait()
 
-    engine.cut(0, attempt="0", cut=bytes(16), must=True)
+    engine.cut(CutId(attempt=0, step=0), digest=bytes(16), must=True)
     engine.wait()
     return Way(name="lakeckpt, every step", save=save, before_update=engine.fence, settle=settle), engine
 

@@ -28,11 +28,11 @@ from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of
 from lakeckpt.checkpoint.format.manifest import ReaderRecord, Stretch
 from lakeckpt.core.changes import moved, part_of, replan, start
 from lakeckpt.core.consumption import consumption
-from lakeckpt.core.identity import Identity, Maker
+from lakeckpt.core.identity import Identity, Maker, Mixing
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixing import fractions
-from lakeckpt.core.streams.mixture import MixedState, Mixing, reweighed, started
+from lakeckpt.core.streams.mixture import reweighed, started
 from lakeckpt.tracking.rounds import facts_from_bytes, facts_to_bytes
 from lakeckpt.tracking.tally import Tally
 from lakeckpt.wire.documents import to_plain
@@ -171,7 +171,7 @@ def flow_of(identity: Identity, cuts: int) -> State:
     return state
 
 
-def mixture_of(sources: int, changes: int) -> MixedState:
+def mixture_of(sources: int, changes: int) -> State:
     """The state of a mixture of packed sources, after so many changes of the weights."""
     names = tuple(f"source {number}" for number in range(sources))
     mixing = Mixing(names=names, weights=weights_of(names, 0), seed=7, whole=False, exhausted="next_epoch")
@@ -193,7 +193,7 @@ def weights_of(names: Sequence[str], change: int) -> tuple[int, ...]:
     return tuple(shares[name] for name in names)
 
 
-def states() -> dict[str, tuple[State | MixedState, int]]:
+def states() -> dict[str, tuple[State, int]]:
     """The states of the job on 10 TB, and the most bytes that each may take."""
     packed = identity_of(-(-TOKENS // LENGTH), unit=LENGTH, tokens=TOKENS)
     rows = identity_of(ROWS)
@@ -216,7 +216,7 @@ def states() -> dict[str, tuple[State | MixedState, int]]:
     }
 
 
-def size_of(state: State | MixedState) -> int:
+def size_of(state: State) -> int:
     """The bytes of a state in a document, which is compressed as the log is."""
     return len(dumps(state.to_plain(), kind="value", version=(1, 0), compress=True))
 

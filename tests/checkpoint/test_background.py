@@ -29,6 +29,7 @@ from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_from_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.history import read_history
@@ -257,9 +258,9 @@ def test_ranks_save_one_cut_at_the_end_of_an_epoch_though_one_has_captured_it_be
     waiter = EventWaiter(storage)
     cut = CaptureEngine.cut
 
-    def scarce(self: CaptureEngine, step: int, *, must: bool, **given: Any) -> bool:
-        has_room = must or step < 2 or threading.current_thread().name != "rank 1"
-        return cut(self, step, must=must, **given) if has_room else False
+    def scarce(self: CaptureEngine, which: CutId, *, must: bool, **given: Any) -> bool:
+        has_room = must or which.step < 2 or threading.current_thread().name != "rank 1"
+        return cut(self, which, must=must, **given) if has_room else False
 
     monkeypatch.setattr(CaptureEngine, "cut", scarce)
 
@@ -282,9 +283,9 @@ def test_what_a_commit_has_recorded_is_not_handed_over_again(tmp_path: Path, mon
     handed: list[list[tuple[int, int]]] = []
     cut = CaptureEngine.cut
 
-    def seen(self: CaptureEngine, step: int, **given: Any) -> bool:
+    def seen(self: CaptureEngine, which: CutId, **given: Any) -> bool:
         handed.append([(one.first, one.step) for one in pending_from_bytes(given["readers"]["reader"])])
-        return cut(self, step, **given)
+        return cut(self, which, **given)
 
     monkeypatch.setattr(CaptureEngine, "cut", seen)
     objects = make_with_reader()
@@ -589,7 +590,7 @@ def test_leaving_saves_the_last_cut_where_its_save_was_left_out(
     completes, dropped = CaptureEngine._completes, list[int]()
 
     def once(self: CaptureEngine, job: Any) -> bool:
-        if job.step == 3 and not dropped:
+        if job.cut.step == 3 and not dropped:
             dropped.append(3)
             return False  # as where the state was changed meanwhile
         return completes(self, job)
@@ -823,10 +824,10 @@ class Captures:
     def waits(self) -> tuple[()]:
         return ()
 
-    def cut(self, step: int, **_: Any) -> bool:
-        if step != self._left_out:
-            self._pending = step
-        return step != self._left_out
+    def cut(self, cut: CutId, **_: Any) -> bool:
+        if cut.step != self._left_out:
+            self._pending = cut.step
+        return cut.step != self._left_out
 
 
 class Orders:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lakeckpt import LakeDataset, LakeLoader, mix
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.report import AuditReport
 from lakeckpt.checkpoint.persist.history import read_history
@@ -130,8 +131,8 @@ def test_a_cut_that_one_rank_captures_after_the_end_of_the_epoch_is_that_of_the_
     waiter = EventWaiter(storage)
     cut = CaptureEngine.cut
 
-    def scarce(self: CaptureEngine, step: int, *, must: bool, **given: Any) -> bool:
-        return (must or threading.current_thread().name == "rank 0") and cut(self, step, must=must, **given)
+    def scarce(self: CaptureEngine, which: CutId, *, must: bool, **given: Any) -> bool:
+        return (must or threading.current_thread().name == "rank 0") and cut(self, which, must=must, **given)
 
     monkeypatch.setattr(CaptureEngine, "cut", scarce)
 

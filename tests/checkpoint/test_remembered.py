@@ -19,7 +19,8 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run
 from lakeckpt.checkpoint.agent.leftovers import kept_in
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.format.manifest import Captured, entry_from_bytes, entry_to_bytes
+from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.checkpoint.format.manifest import entry_from_bytes, entry_to_bytes
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import read_log
@@ -126,7 +127,7 @@ def test_a_job_that_died_goes_on_at_its_last_step_and_every_row_is_recorded_once
     assert info is not None and info.step == 7
     assert rows_recorded(storage) == [20, 50] and verify(storage).every_damage == ()
     restores = read_log(storage).restores
-    assert [one.captured for one in restores] == [None, Captured(attempt=0, step=5)]
+    assert [one.captured for one in restores] == [None, CutId(attempt=0, step=5)]
     assert manager(storage, objects_of(3)).restore() == 7
     assert dead.steps_done == 5
 
@@ -485,13 +486,13 @@ def test_trainer_and_agent_killed_together_lose_no_step(tmp_path: Path) -> None:
     assert found == [0, 3] and len(ArenaFolder(arenas).found()) == 1
 
 
-@pytest.mark.parametrize("also", [None, Captured(attempt=3, step=9)])
-def test_offers_and_begins_say_what_they_said(also: Captured | None) -> None:
+@pytest.mark.parametrize("also", [None, CutId(attempt=3, step=9)])
+def test_offers_and_begins_say_what_they_said(also: CutId | None) -> None:
     offer = Offer(attempt=7, least=4, also=also)
     assert Offer.from_text(offer.to_text()) == offer
-    assert offer.takes(Captured(attempt=7, step=4)) and not offer.takes(Captured(attempt=7, step=3))
-    assert offer.takes(Captured(attempt=3, step=9)) == (also is not None)
-    assert not offer.takes(Captured(attempt=3, step=10)) and not offer.takes(Captured(attempt=6, step=9))
+    assert offer.takes(CutId(attempt=7, step=4)) and not offer.takes(CutId(attempt=7, step=3))
+    assert offer.takes(CutId(attempt=3, step=9)) == (also is not None)
+    assert not offer.takes(CutId(attempt=3, step=10)) and not offer.takes(CutId(attempt=6, step=9))
     storage = MemoryStorage()
     manager(storage, {"n": Counter()}).restore()
     (first,) = read_log(storage).restores

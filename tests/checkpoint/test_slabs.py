@@ -22,6 +22,7 @@ from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.format import slabs
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, content_digest, leaf_digests
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.parts import PartRecord, SaveId
 from lakeckpt.checkpoint.format.slabs import digests_of_slabs, slab_specs
@@ -362,7 +363,7 @@ def test_cuts_in_an_arena_are_persisted_slab_by_slab(tmp_path: Path) -> None:
     try:
         for step, row in enumerate((0, 2999, 1500, 1500), 1):
             touch(module, row, -step)
-            engine.cut(step, attempt="0", cut=bytes(16), must=True)
+            engine.cut(CutId(attempt=0, step=step), digest=bytes(16), must=True)
             engine.wait()
             before = files(storage)
             persister = Persister(

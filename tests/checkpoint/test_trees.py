@@ -190,6 +190,22 @@ def test_derived_states_are_a_function_of_seed_step_and_rank() -> None:
         restore_random(before)
 
 
+@given(st.lists(st.tuples(st.sampled_from(["uniform", "normal", "seed", "set"]), st.integers(0, 9)), max_size=30))
+def test_the_state_of_numpys_generator_is_the_one_of_now_whatever_was_drawn(drawn: list[tuple[str, int]]) -> None:
+    """Normal numbers come in pairs: the second one changes the state and not the memory of the generator."""
+    for how, number in drawn:
+        if how == "uniform":
+            np.random.rand(number)
+        elif how == "normal":
+            np.random.randn()
+        elif how == "seed":
+            np.random.seed(number)
+        else:
+            np.random.set_state(np.random.RandomState(number).get_state())
+        found, now = capture_random()["numpy"], np.random.get_state()
+        assert (found[0], *found[2:]) == (now[0], *now[2:]) and np.array_equal(found[1], now[1])
+
+
 @pytest.mark.parametrize(
     ("name", "bad"),
     [("python", ()), ("python", "x"), ("numpy", None), ("torch", np.zeros(3, np.uint8)), ("torch", "x"), ("cuda", [7])],

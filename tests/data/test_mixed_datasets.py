@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import lakeckpt
-from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, errors, mix, pack
+from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, ReadOptions, errors, mix, pack
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.explain import explain
+from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.state import State
 from lakeckpt.lake.storage.local import LocalStorage
@@ -272,6 +273,10 @@ def test_a_run_is_saved_restored_and_proved_source_by_source(lake: Path, tmp_pat
         if not is_killed:
             manager.save()
             manager.close()
+    records = [one.readers for one in read_history(LocalStorage(tmp_path / "run")).chain]
+    assert all(set(one) == {"reader"} and not one["reader"].consumed() for one in records), (
+        "one record, of states alone"
+    )
     report = audit(LocalStorage(tmp_path / "run"))
     assert report.verdict == "proved", report
     assert sorted(one.name for one in report.readers) == ["reader.code", "reader.rare", "reader.web"]
@@ -327,6 +332,13 @@ def test_bad_arguments_are_refused_by_name(lake: Path, tmp_path: Path) -> None:
     sources = sources_of(lake)
     with pytest.raises(errors.ConfigError, match=r"source 'web' must be \(LakeDataset, weight\)"):
         mix({"web": sources["web"]})  # type: ignore[dict-item]
+    limited = LakeDataset(lake / "web", batch_size=8, options=ReadOptions(memory_limit_bytes=10**6))
+    with pytest.raises(errors.ConfigError, match="source 'web' has a memory limit of its own"):
+        mix({"web": (limited, 1)})
+    read = LakeDataset(lake / "web", batch_size=8, rank=0, world_size=1)
+    next(iter(read))
+    with pytest.raises(errors.ConfigError, match="source 'web' has a place of its own: it was read"):
+        mix({"web": (read, 1)})
     with pytest.raises(errors.ConfigError, match="source 'all' is a mixture"):
         mix({"all": (mixed(sources), 1)})
     with pytest.raises(errors.ConfigError, match="sources have the batch sizes"):

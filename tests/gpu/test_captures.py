@@ -18,6 +18,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.links import Batch, Link, Ticket
 from lakeckpt.checkpoint.capture.samples import Samples
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import UnannouncedChange
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, State, assert_same, kept_state, state_of
 
@@ -104,7 +105,7 @@ def made(folder: ArenaFolder) -> Iterator[Callable[..., CaptureEngine]]:
 
 
 def cut(engine: CaptureEngine, step: int, **options: Any) -> bool:
-    return engine.cut(step, attempt="a", cut=CUT, **options)
+    return engine.cut(CutId(attempt=0, step=step), digest=CUT, **options)
 
 
 def differing(found: State, copied: dict[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ import lakeckpt
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, open_table
 from lakeckpt.bubbles import Bubbles
 from lakeckpt.checkpoint.bubbles.gate import Gate
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.state import State
 from lakeckpt.data.ahead import Ahead
@@ -365,7 +366,7 @@ def test_captures_their_time_and_where_their_bytes_moved(tmp_path: Path, gate: G
     RUNS.follow(engine, counters)
     try:
         for step in (1, 2):
-            assert engine.cut(step, attempt="a", cut=b"0" * 16, must=True)
+            assert engine.cut(CutId(attempt=0, step=step), digest=b"0" * 16, must=True)
             while isinstance(gate, HalfGate) and not engine._current.slices.moved_bytes:  # type: ignore[union-attr]
                 time.sleep(0.001)
             if not isinstance(gate, HalfGate):

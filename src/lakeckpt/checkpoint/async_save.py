@@ -27,6 +27,7 @@ from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.reports import shared_fields
 from lakeckpt.checkpoint.consumed.tracks import Journal, Pending, ReaderTrack
 from lakeckpt.checkpoint.format.digests import short_digest
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.keep import checked_metric
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.format.parts import SaveId
@@ -211,7 +212,8 @@ class Background:
 
     def _capture(self, step: int, pending: Pending, *, must: bool, patient: bool = False) -> bool:
         states = {name: shared_fields(one[-1].record.state) for name, one in pending.items()}
-        digest = short_digest(b"%d of %d" % (step, self.attempt.number), dumps(states, kind="value", version=(1, 0)))
+        cut = CutId(attempt=self.attempt.number, step=step)
+        digest = short_digest(cut.to_text().encode(), dumps(states, kind="value", version=(1, 0)))
         readers = {name: pending_to_bytes(one) for name, one in pending.items()}
         deadline_s = self._waiter.now() + self._timeout_s
         while True:
@@ -219,8 +221,7 @@ class Background:
                 self._engine.wait()  # a complete capture then makes room
             # With several ranks, no rank knows what the others have complete.
             common = self._engine.completed if self._exchange.world_size == 1 else None
-            attempt = str(self.attempt.number)
-            if self._engine.cut(step, attempt=attempt, cut=digest, readers=readers, common=common, must=must):
+            if self._engine.cut(cut, digest=digest, readers=readers, common=common, must=must):
                 self._captured, self._has_had_arena = step, True
                 return True
             if not patient or not self._pending or self._waiter.now() > deadline_s:
@@ -265,7 +266,7 @@ class Background:
         a lock: locking more would leave captures without a free generation. If the generation cannot be opened now,
         the agent alone locks it."""
         with suppress(ArenaError):
-            one.lock.enter_context(self._generations.hold(one.order.step, str(self.attempt.number)))
+            one.lock.enter_context(self._generations.hold(self._save_of(one.order).cut))
 
     def results(self) -> list[Saved]:
         """Return the results of saves since the last call; never waits."""

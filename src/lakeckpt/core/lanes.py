@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +38,7 @@ from lakeckpt.core.order import lane_bounds
 from lakeckpt.core.receipts import Span
 from lakeckpt.wire.documents import Count, as_row
 
-__all__ = ["Deal", "EpochDeal", "Left", "Rest", "Tail", "micro_batches", "rows_before", "spans_of", "turns"]
+__all__ = ["EpochDeal", "Left", "Rest", "Tail", "micro_batches", "rows_before", "spans_of", "turns"]
 
 Int64Array = npt.NDArray[np.int64]
 Tail = Literal["short", "drop", "carry"]
@@ -76,30 +76,6 @@ class Rest:
         if epoch >= self.next_epoch:
             return Intervals.whole(rows)
         return next((left.positions for left in self.begun if left.epoch == epoch), Intervals.empty())
-
-
-class Deal(Protocol):
-    """Micro-batches of what is left, in turn from each lane. Micro-batches below ``first`` are not part of it."""
-
-    @property
-    def first(self) -> int:
-        """The first micro-batch, which is from lane 0."""
-
-    @property
-    def end(self) -> int | None:
-        """One past the last micro-batch; None where there is no last one."""
-
-    def spans(self, micro_batch: int) -> list[Span]:
-        """Return the positions of ``micro_batch``, in the order of its rows."""
-
-    def rows_of(self, start: int, stop: int) -> int:
-        """Return how many rows micro-batches ``start`` … ``stop`` - 1 have together."""
-
-    def rest(self, micro_batch: int) -> Rest:
-        """Return what is left when every micro-batch below ``micro_batch`` has been consumed."""
-
-    def layout(self, epoch: int) -> tuple[int, int]:
-        """Return the lanes and the rotation of the layout of ``epoch``."""
 
 
 def turns(done: int, num_lanes: int) -> Int64Array:
@@ -141,9 +117,10 @@ def spans_of(epoch: int, positions: Iterable[tuple[int, int]]) -> list[Span]:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochDeal:
-    """One epoch, or what is left of it: see the module."""
+    """One epoch, or what is left of it: see the module. Micro-batches below ``first`` are not part of it."""
 
     first: int
+    """The first micro-batch, which is from lane 0."""
     num_lanes: int
     batch_size: int
     tail: Tail
@@ -181,7 +158,7 @@ class EpochDeal:
         return self.first + (self.count - 1) * self.num_lanes + len(last_turn)
 
     def spans(self, micro_batch: int) -> list[Span]:
-        """See `Deal`."""
+        """Return the positions of ``micro_batch``, in the order of its rows."""
         turn, lane = divmod(micro_batch - self.first, self.num_lanes)
         start = self._begins[lane]
         if turn < self.count - 2:  # nearly all are
@@ -211,7 +188,7 @@ class EpochDeal:
         return int(self.left.positions.starts[0]) if len(self.left.positions) == 1 else None
 
     def rows_of(self, start: int, stop: int) -> int:
-        """See `Deal`."""
+        """Return how many rows micro-batches ``start`` … ``stop`` - 1 have together."""
         if (stop - 1 - self.first) // self.num_lanes < self.count - 2:
             return (stop - start) * self.batch_size
         turn, lane = np.divmod(np.arange(start, stop) - self.first, self.num_lanes)
@@ -220,7 +197,7 @@ class EpochDeal:
         return int((rows_before(limits, self.count, self.batch_size, turn + 1) - before).sum())
 
     def rest(self, micro_batch: int) -> Rest:
-        """See `Deal`."""
+        """Return what is left when every micro-batch below ``micro_batch`` has been consumed."""
         return self.rest_of(self._before(turns(micro_batch - self.first, self.num_lanes)))
 
     def rest_of(self, done: Int64Array) -> Rest:
@@ -235,7 +212,7 @@ class EpochDeal:
         return Rest(begun=(left,), next_epoch=self.left.epoch + 1)
 
     def layout(self, epoch: int) -> tuple[int, int]:
-        """See `Deal`."""
+        """Return the lanes and the rotation of the layout of ``epoch``."""
         if epoch != self.left.epoch:
             raise ValueError(f"epoch {epoch} is not dealt here, epoch {self.left.epoch} is")
         return self.left.num_lanes, self.left.rotation

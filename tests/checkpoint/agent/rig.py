@@ -16,6 +16,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaLayout
 from lakeckpt.checkpoint.arena.slices import SlicePlan, plan_slices
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.manifest import Begin
 from lakeckpt.checkpoint.format.parts import RANDOM
@@ -68,7 +69,7 @@ def fill(arena: Arena, step: int, *, attempt: int = 0, common: int | None = None
         places[spec.key] = TensorPlace(spec=spec, start=start)
     trees = {RANDOM: b"random of rank %d" % rank, "m": b"tree of step %d" % step}
     documents = Documents(trees=trees, table=TensorTable(places=places))
-    filling.complete(step=step, attempt=str(attempt), cut=bytes(16), documents=documents.to_bytes())
+    filling.complete(CutId(attempt=attempt, step=step), digest=bytes(16), documents=documents.to_bytes())
 
 
 def take_checksums(folder: str | Path) -> None:
@@ -77,7 +78,7 @@ def take_checksums(folder: str | Path) -> None:
     for info in arenas.found():
         with arenas.open(info.name) as arena:
             for step in info.steps:
-                with arena.hold(step) as held:
+                with arena.hold(step=step) as held:
                     assert held is not None
                     checked(contents_of(held))
 

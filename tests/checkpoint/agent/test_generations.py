@@ -10,6 +10,7 @@ import pytest
 
 from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.agent.rig import DIGEST, fill, make_arena
 from tests.checkpoint.rig import MemoryStorage
@@ -21,12 +22,13 @@ def test_a_step_that_two_attempts_have_captured_is_found_for_each(tmp_path: Path
     with make_arena(tmp_path) as arena:
         for attempt in (0, 1):
             fill(arena, 6, attempt=attempt, common=5)
-        for attempt in ("0", "1"):
-            with generations.hold(6, attempt) as held:
-                assert held is not None and held.record.attempt == attempt
-        with generations.hold(6, "2") as held:
+        cuts = [CutId(attempt=attempt, step=6) for attempt in (0, 1, 2)]
+        for cut in cuts[:2]:
+            with generations.hold(cut) as held:
+                assert held is not None and held.record.cut == cut
+        with generations.hold(cuts[2]) as held:
             assert held is None
-        assert generations.cuts("0").keys() == generations.cuts("1").keys() == {6} and generations.cuts("2") == {}
+        assert generations.cuts().keys() == set(cuts[:2])
     generations.close()
 
 
@@ -40,7 +42,7 @@ def test_an_arena_that_was_made_anew_is_looked_at_instead_of_the_one_before(tmp_
         assert generations.steps() == []
         fill(arena, 6)
         for step, is_there in ((6, True), (5, False)):
-            with generations.hold(step, "0") as held:
+            with generations.hold(CutId(attempt=0, step=step)) as held:
                 assert (held is not None) == is_there
     generations.close()
 
@@ -60,7 +62,7 @@ def test_steps_are_told_by_attempt(tmp_path: Path) -> None:
         fill(arena, 6, attempt=0)
         fill(arena, 7, attempt=2)
         fill(others, 8, attempt=3)  # another rank's
-    assert (generations.steps(), generations.steps("0"), generations.steps("2")) == ([6, 7], [6], [7])
+    assert (generations.steps(), generations.steps(0), generations.steps(2)) == ([6, 7], [6], [7])
     generations.close()
 
 
@@ -73,7 +75,7 @@ def test_what_nobody_fills_is_removed_and_what_a_trainer_fills_stays(tmp_path: P
         others.close()
         generations.remove()
         assert {one.name for one in folder.found()} == {arena.name, others.name}
-        with generations.hold(6, "0") as held:
+        with generations.hold(CutId(attempt=0, step=6)) as held:
             assert held is not None
     generations.remove()
     assert {one.name for one in folder.found()} == {others.name} and generations.steps() == []

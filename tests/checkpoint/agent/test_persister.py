@@ -261,7 +261,7 @@ def test_an_agent_with_nothing_to_persist_takes_the_checksums_of_the_newest_cut(
         desk.persister.start()
         assert looked.wait(PATIENCE_S)
         for step, is_hashed in ((4, True), (3, False)):
-            with arena.hold(step) as held:
+            with arena.hold(step=step) as held:
                 assert held is not None and (held.checksums() is not None) == is_hashed
         desk.persister.leave()
         assert desk.persister.join()
@@ -297,7 +297,7 @@ def test_memory_that_is_not_as_its_checksums_say_is_committed_by_none(tmp_path: 
         fill(arena, 4)
         take_checksums(tmp_path)
         if rank == 1:
-            with arena.hold(4) as held:
+            with arena.hold(step=4) as held:
                 assert held is not None
                 arena.memory[arena.layout.data_at(held.number)] ^= 1
         desk.order(4, 0)

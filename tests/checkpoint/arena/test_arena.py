@@ -25,6 +25,7 @@ from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import ArenaDamaged, ArenaError
 
 SLICE, SLICES = 64, 5
@@ -65,15 +66,15 @@ def capture(arena: Arena, step: int, common: int | None = None) -> bool:
     if filling is None:
         return False
     fill(filling, step)
-    filling.complete(step=step, attempt="a", cut=bytes([step]) * 16, documents=f"documents {step}".encode())
+    filling.complete(CutId(attempt=0, step=step), digest=bytes([step]) * 16, documents=f"documents {step}".encode())
     return True
 
 
 def check(arena: Arena, step: int) -> None:
     """What is held of a step is what was captured at it, all of it."""
-    with arena.hold(step) as held:
+    with arena.hold(step=step) as held:
         assert held is not None
-        assert held.record.cut == bytes([step]) * 16
+        assert held.record.digest == bytes([step]) * 16
         assert held.documents() == f"documents {step}".encode()
         assert bytes(held.data) == stamps(step)
 
@@ -103,7 +104,7 @@ def test_what_was_captured_is_found_by_whoever_opens_it_again(folder: ArenaFolde
     with folder.open(info.name) as again:
         for step in (7, 6, 5):
             check(again, step)
-        with again.hold(4) as held:
+        with again.hold(step=4) as held:
             assert held is None
     folder.remove(info.name)
     assert folder.found() == []
@@ -122,38 +123,38 @@ def test_what_is_removed_gives_its_memory_back_though_others_have_it_mapped(fold
     path = Path(folder.path, arena.name)
     with folder.open(arena.name) as other:
         taken = memory_of(path)
-        with other.hold(step) as held:
+        with other.hold(step=step) as held:
             assert held is not None
             folder.remove(arena.name)
             assert not path.exists() and folder.found() == []
             assert os.fstat(other._descriptor).st_blocks * 512 == taken - 2 * 2**16
             check(other, step)
-            assert [record.step for record in other.complete()] == [step]
+            assert [record.cut.step for record in other.complete()] == [step]
 
 
 def test_a_generation_that_several_hold_is_spared_until_the_last_lets_go(folder: ArenaFolder) -> None:
     with made(folder) as arena, folder.open(arena.name) as one, folder.open(arena.name) as other:
         for step in (1, 2, 3):
             capture(arena, step)
-        with one.hold(1) as first:
-            with other.hold(1) as second:
+        with one.hold(step=1) as first:
+            with other.hold(step=1) as second:
                 assert first is not None and second is not None and first.record == second.record
             assert capture(arena, 4, common=3)
             check(one, 1)
             assert arena.begin(common=3) is None
         assert capture(arena, 5, common=3)
-        assert [record.step for record in arena.complete()] == [5, 4, 3]
+        assert [record.cut.step for record in arena.complete()] == [5, 4, 3]
 
 
 def test_what_is_emptied_can_be_filled_again_and_what_is_held_by_who_empties_it_is_whole(folder: ArenaFolder) -> None:
     with made(folder) as arena:
         for step in (1, 2, 3):
             capture(arena, step)
-        with arena.hold(2) as held:
+        with arena.hold(step=2) as held:
             assert held is not None
             arena.empty()
             check(arena, 2)
-            assert [record.step for record in arena.complete()] == [2]
+            assert [record.cut.step for record in arena.complete()] == [2]
         arena.empty()
         assert list(arena.complete()) == []
         for step in (4, 5, 6):
@@ -184,7 +185,7 @@ def test_a_crash_at_any_write_leaves_the_newest_cut_or_the_one_before(
             name = copies.found()[0].name
             Path(copies.path, name).write_bytes(path.read_bytes())
             with copies.open(name) as found:
-                steps = [record.step for record in found.complete()]
+                steps = [record.cut.step for record in found.complete()]
                 seen.append(tuple(steps))
                 assert set(steps) >= {step for step in (newest, newest - 1) if step > 0}
                 for step in steps:
@@ -199,7 +200,9 @@ def test_a_crash_at_any_write_leaves_the_newest_cut_or_the_one_before(
                 data = stamp(step, number)
                 filling.data[number * SLICE : number * SLICE + len(data)] = data
                 crash()
-            filling.complete(step=step, attempt="a", cut=bytes([step]) * 16, documents=f"documents {step}".encode())
+            filling.complete(
+                CutId(attempt=0, step=step), digest=bytes([step]) * 16, documents=f"documents {step}".encode()
+            )
             newest = step
             crash()
     assert {len(steps) for steps in seen} == {0, 1, 2, 3}
@@ -220,7 +223,7 @@ def test_what_is_needed_is_never_written_to(actions: list[tuple[str, int]]) -> N
                     if capture(arena, step + 1, common or None):
                         step += 1
                     known = step - lag  # by all ranks, of which this one is the furthest
-                    if known > common and known in {record.step for record in arena.complete()}:
+                    if known > common and known in {record.cut.step for record in arena.complete()}:
                         common = known
                 elif action == "abandon":
                     if (filling := arena.begin(common=common or None)) is not None:
@@ -234,8 +237,8 @@ def test_what_is_needed_is_never_written_to(actions: list[tuple[str, int]]) -> N
                 elif action == "release" and holds:
                     holds.pop(0)[0].__exit__(None, None, None)
                 for _, held in holds:
-                    assert bytes(held.data) == stamps(held.record.step)
-                kept = {record.step for record in arena.complete()}
+                    assert bytes(held.data) == stamps(held.record.cut.step)
+                kept = {record.cut.step for record in arena.complete()}
                 assert step in kept or not step
                 assert common in kept or not common
             for hold, _ in holds:
@@ -246,11 +249,11 @@ def test_who_reads_meanwhile_is_told_of_what_is_complete_now(folder: ArenaFolder
     with made(folder) as arena, folder.open(arena.name) as reader:
         for step in range(1, 10):
             assert capture(arena, step, common=step - 1)
-            assert [record.step for record in reader.complete()] == list(range(step, max(0, step - 3), -1))
+            assert [record.cut.step for record in reader.complete()] == list(range(step, max(0, step - 3), -1))
         with reader.hold() as held:
             assert held is not None and held.record == arena.complete()[0]
         arena.forget(after=8)
-        assert [record.step for record in reader.complete()] == [8, 7] == [one.step for one in arena.complete()]
+        assert [record.cut.step for record in reader.complete()] == [8, 7] == [one.cut.step for one in arena.complete()]
 
 
 def test_a_generation_that_every_rank_may_need_is_not_begun_again(folder: ArenaFolder) -> None:
@@ -259,7 +262,7 @@ def test_a_generation_that_every_rank_may_need_is_not_begun_again(folder: ArenaF
             assert capture(arena, step, common=1 if step > 1 else None)
         assert arena.begin(common=1) is None  # another rank has step 1 and no newer one
         assert capture(arena, 4, common=2)
-        assert [record.step for record in arena.complete()] == [4, 3, 2]
+        assert [record.cut.step for record in arena.complete()] == [4, 3, 2]
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=30), st.sampled_from([3, 4]), st.booleans(), st.booleans())
@@ -275,27 +278,27 @@ def test_several_of_one_step_never_keep_a_newer_one_from_being_begun(
         for step, times in enumerate(steps, 1):
             for number in range(times):
                 filling = arena.begin(common=max(last, default=0) or None if knows else None)
-                assert filling is not None, f"{[record.step for record in arena.complete()]} before step {step}"
+                assert filling is not None, f"{[record.cut.step for record in arena.complete()]} before step {step}"
                 fill(filling, step)
                 last[step] = bytes([step, number]) * 8
-                filling.complete(step=step, attempt=str(number if restarts else 0), cut=last[step], documents=b"")
-                with arena.hold(step) as held, arena.hold() as newest:
+                filling.complete(CutId(attempt=number if restarts else 0, step=step), digest=last[step], documents=b"")
+                with arena.hold(step=step) as held, arena.hold() as newest:
                     assert held is not None and newest is not None
-                    assert held.record.cut == newest.record.cut == last[step]
+                    assert held.record.digest == newest.record.digest == last[step]
                 if step > 1:
-                    with arena.hold(step - 1) as before:
-                        assert knows or (before is not None and before.record.cut == last[step - 1])
+                    with arena.hold(step=step - 1) as before:
+                        assert knows or (before is not None and before.record.digest == last[step - 1])
 
 
 def test_what_an_attempt_before_has_captured_of_a_step_goes_last(folder: ArenaFolder) -> None:
     """Another rank may have died before it captured that step again."""
     with made(folder, generations=4) as arena:
-        for step, attempt in ((3, "0"), (4, "0"), (4, "1"), (5, "1"), (6, "1")):
+        for step, attempt in ((3, 0), (4, 0), (4, 1), (5, 1), (6, 1)):
             filling = arena.begin()
             assert filling is not None
             fill(filling, step)
-            filling.complete(step=step, attempt=attempt, cut=CUT, documents=b"")
-        assert [(one.step, one.attempt) for one in arena.complete()] == [(6, "1"), (5, "1"), (4, "1"), (4, "0")]
+            filling.complete(CutId(attempt=attempt, step=step), digest=CUT, documents=b"")
+        assert [(one.cut.step, one.cut.attempt) for one in arena.complete()] == [(6, 1), (5, 1), (4, 1), (4, 0)]
 
 
 def test_what_is_completed_while_another_one_is_begun_is_not_begun_anew(folder: ArenaFolder) -> None:
@@ -303,8 +306,8 @@ def test_what_is_completed_while_another_one_is_begun_is_not_begun_anew(folder: 
         assert capture(arena, 1)
         first = arena.begin(common=1)
         assert first is not None
-        how = {"step": 2, "attempt": "a", "cut": CUT, "documents": b""}
-        copier = threading.Thread(target=first.complete, kwargs=how)
+        how = {"digest": CUT, "documents": b""}
+        copier = threading.Thread(target=first.complete, args=(CutId(attempt=0, step=2),), kwargs=how)
         records = arena._records
 
         def records_before_it() -> list[Any]:
@@ -318,7 +321,7 @@ def test_what_is_completed_while_another_one_is_begun_is_not_begun_anew(folder: 
         arena._records = records  # type: ignore[method-assign]
         copier.join()
         assert second is not None and second.number != first.number
-        assert [one.step for one in arena.complete()] == [2, 1]
+        assert [one.cut.step for one in arena.complete()] == [2, 1]
 
 
 def test_two_generations_may_be_filled_and_the_newest_complete_one_is_spared(folder: ArenaFolder) -> None:
@@ -327,32 +330,27 @@ def test_two_generations_may_be_filled_and_the_newest_complete_one_is_spared(fol
         first, second = arena.begin(common=1), arena.begin(common=1)
         assert first is not None and second is not None and first.number != second.number
         assert arena.begin(common=1) is None
-        assert [one.step for one in arena.complete()] == [1]
+        assert [one.cut.step for one in arena.complete()] == [1]
         for step, filling in ((2, first), (3, second)):
-            filling.complete(step=step, attempt="a", cut=CUT, documents=b"")
-        assert [one.step for one in arena.complete()] == [3, 2, 1]
+            filling.complete(CutId(attempt=0, step=step), digest=CUT, documents=b"")
+        assert [one.cut.step for one in arena.complete()] == [3, 2, 1]
         first, second = arena.begin(common=3), arena.begin(common=3)
         assert first is not None and second is not None and arena.begin(common=3) is None
-        assert [one.step for one in arena.complete()] == [3]
+        assert [one.cut.step for one in arena.complete()] == [3]
         first.abandon()
         third = arena.begin(common=3)
         assert third is not None and third.number == first.number != second.number
 
 
-@pytest.mark.parametrize(
-    ("too_large", "why"), [({"documents": b"x" * 301}, "has room for 300"), ({"attempt": "a" * 4096}, "more than 4096")]
-)
-def test_what_does_not_fit_is_refused_and_costs_nothing_else(
-    folder: ArenaFolder, too_large: dict[str, Any], why: str
-) -> None:
+def test_documents_that_do_not_fit_are_refused_and_cost_nothing_else(folder: ArenaFolder) -> None:
     with made(folder) as arena:
         assert capture(arena, 1)
         for _ in range(arena.layout.generations):  # each time the generation is given back
             filling = arena.begin()
             assert filling is not None
             fill(filling, 2)
-            with pytest.raises(ArenaDamaged, match=why):
-                filling.complete(**{"step": 2, "attempt": "a", "cut": CUT, "documents": b"x" * 300, **too_large})
+            with pytest.raises(ArenaDamaged, match="has room for 300"):
+                filling.complete(CutId(attempt=0, step=2), digest=CUT, documents=b"x" * 301)
         check(arena, 1)
         assert capture(arena, 2)
 
@@ -395,7 +393,7 @@ def test_one_process_fills_an_arena_and_another_may_when_it_is_gone(folder: Aren
         assert capture(arena, 1)
     with folder.open(arena.name, writes=True) as again:
         assert capture(again, 2)
-        assert [record.step for record in again.complete()] == [2, 1]
+        assert [record.cut.step for record in again.complete()] == [2, 1]
 
 
 def test_an_arena_that_is_filled_is_neither_replaced_nor_removed(folder: ArenaFolder) -> None:
@@ -441,8 +439,8 @@ def test_a_killed_process_leaves_a_complete_cut_to_the_next_one(folder: ArenaFol
         assert info.steps[0] >= 20
         with folder.open(info.name, writes=True) as arena:
             for record in arena.complete():
-                with arena.hold(record.step) as held:
-                    assert held is not None and bytes(held.data) == stamps(record.step)
+                with arena.hold(step=record.cut.step) as held:
+                    assert held is not None and bytes(held.data) == stamps(record.cut.step)
             assert capture(arena, 200)
             check(arena, 200)
     finally:
@@ -641,7 +639,7 @@ def test_an_arena_without_data_holds_documents(folder: ArenaFolder) -> None:
     with made(folder, data_bytes=0) as arena:
         filling = arena.begin()
         assert filling is not None
-        filling.complete(step=3, attempt="a", cut=b"c" * 16, documents=b"only these")
+        filling.complete(CutId(attempt=0, step=3), digest=b"c" * 16, documents=b"only these")
         with arena.hold() as held:
             assert held is not None
             assert held.documents() == b"only these"

@@ -14,6 +14,7 @@ from lakeckpt.checkpoint.arena.checksums import look_over
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
+from lakeckpt.checkpoint.format.fields import CutId
 
 SIZE = 3 * LEAF_BYTES + 77
 LAYOUT = ArenaLayout(
@@ -44,12 +45,12 @@ def capture(arena: Arena, step: int) -> bytes:
     assert filling is not None, "a capture was kept waiting"
     data = os.urandom(SIZE)
     filling.data[:] = data
-    filling.complete(step=step, attempt="a", cut=bytes(16), documents=b"")
+    filling.complete(CutId(attempt=0, step=step), digest=bytes(16), documents=b"")
     return data
 
 
 def checksums_in(arena: Arena, step: int) -> bytes | None:
-    with arena.hold(step) as held:
+    with arena.hold(step=step) as held:
         assert held is not None
         return held.checksums()
 
@@ -74,7 +75,7 @@ def test_a_generation_that_is_begun_anew_meanwhile_keeps_no_capture_waiting_and_
         return True
 
     look_over(agent, train)
-    assert [one.step for one in arena.complete()] == [4, 3, 2], "it was given up when its memory was taken"
+    assert [one.cut.step for one in arena.complete()] == [4, 3, 2], "it was given up when its memory was taken"
     assert [checksums_in(arena, step) for step in (4, 3, 2)] == [None] * 3
     data = capture(arena, 5)
     look_over(agent, lambda: True)

@@ -20,6 +20,7 @@ from lakeckpt.checkpoint.arena.slices import plan_slices
 from lakeckpt.checkpoint.format import digests
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import ArenaDamaged, WireError
 from lakeckpt.wire.envelope import dumps
 
@@ -66,7 +67,7 @@ def capture(arena: Arena, document: bytes, *, hashed: bool = True) -> None:
     for key, data in BYTES.items():
         at = PLAN.places[key][0]
         filling.data[at : at + len(data)] = data
-    filling.complete(step=3, attempt="a", cut=b"c" * 16, documents=document)
+    filling.complete(CutId(attempt=0, step=3), digest=b"c" * 16, documents=document)
     if hashed:
         look_over(arena, lambda: True)
 
@@ -201,7 +202,7 @@ def test_digests_are_those_of_the_contents_wherever_they_lie(tmp_path: Path) -> 
         assert filling is not None
         filling.data[:] = os.urandom(plan.data_bytes)
         made = Documents(trees={}, table=TensorTable(places=places))
-        filling.complete(step=1, attempt="0", cut=bytes(16), documents=made.to_bytes())
+        filling.complete(CutId(attempt=0, step=1), digest=bytes(16), documents=made.to_bytes())
         with arena.hold() as held:
             assert held is not None
             assert contents_of(held).leaves() == checked(contents_of(held)).leaves()

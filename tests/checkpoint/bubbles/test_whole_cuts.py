@@ -10,6 +10,7 @@ from typing import Any
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.format.fields import CutId
 from tests.checkpoint.bubbles.moved import moved_bytes, urgent_bytes
 from tests.checkpoint.capturing.reading import CUT, IDENTITY
 from tests.checkpoint.capturing.stamped import Stamped, Stamper, check_stamps
@@ -41,7 +42,7 @@ def test_cuts_that_move_partly_in_bubbles_are_of_one_step(tmp_path: Path) -> Non
         optimizer.step()
         model.seen.fill_(step)  # type: ignore[operator, union-attr]
         gate.cut(step)
-        assert engine.cut(step, attempt="a", cut=CUT, common=step - 1, must=True)
+        assert engine.cut(CutId(attempt=0, step=step), digest=CUT, common=step - 1, must=True)
         for _ in range(chance.randrange(3)):
             with gate.idle(f"gap of {step}"):
                 for _ in range(chance.randrange(20)):

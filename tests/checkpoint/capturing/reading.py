@@ -45,7 +45,7 @@ def kept_state(folder: ArenaFolder, step: int) -> State:
 
 def held_state(arena: Arena, step: int | None = None) -> State:
     """What a generation of an arena holds."""
-    with arena.hold(step) as held:
+    with arena.hold(step=step) as held:
         assert held is not None, f"there is no generation of step {step}"
         contents = contents_of(held)
         return (

@@ -93,9 +93,9 @@ def _stamping(part: torch.Tensor, stamp: int) -> Callable[[], object]:
 
 def check_stamps(arena: Arena) -> list[int]:
     """Every complete generation holds one step alone; these are they, the newest first."""
-    steps = [record.step for record in arena.complete()]
+    steps = [record.cut.step for record in arena.complete()]
     for step in steps:
-        with arena.hold(step) as held:
+        with arena.hold(step=step) as held:
             if held is None:
                 continue  # it was begun again since
             contents = contents_of(held)

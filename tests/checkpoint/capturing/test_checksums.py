@@ -15,6 +15,7 @@ from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import CaptureWarning
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, steps_in
@@ -43,14 +44,14 @@ def test_captures_of_a_device_are_whole_after_their_arena_was_made_anew(
                 (tmp_path / "arenas" / arena.name).unlink()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", CaptureWarning)  # "an arena was removed"
-                engine.cut(step, attempt="a", cut=CUT, readers=readers, must=True)
+                engine.cut(CutId(attempt=0, step=step), digest=CUT, readers=readers, must=True)
                 engine.wait()
             agent.look_over(lambda: True)
     assert steps_in(folder) == [8, 7, 6]
     (arena,) = folder.found()
     with folder.open(arena.name) as opened:
         for step in (6, 7, 8):
-            with opened.hold(step) as held:
+            with opened.hold(step=step) as held:
                 assert held is not None
                 assert held.checksums() == leaf_digests(held.data, LEAF_BYTES)
                 weight = contents_of(held).read("model/weight")

@@ -23,6 +23,7 @@ from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture import job as jobs
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.moves import Issued, Moves
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import (
     ArenaDamaged,
     ArenaError,
@@ -131,7 +132,7 @@ def made(folder: ArenaFolder) -> Iterator[Made]:
 
 
 def cut(engine: CaptureEngine, step: int, **options: Any) -> bool:
-    return engine.cut(step, attempt="a", cut=CUT, **options)
+    return engine.cut(CutId(attempt=0, step=step), digest=CUT, **options)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam])

@@ -16,6 +16,7 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.format.fields import CutId
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of
 from tests.checkpoint.rig import MemoryStorage
 from tests.checkpoint.seams import manager_with
@@ -96,7 +97,7 @@ def test_every_kind_of_module_is_captured_as_it_was_at_its_cut(kind: str, tmp_pa
     for number in range(1, 4):
         step(objects)
         expected[number] = state_of(objects)
-        assert engine.cut(number, attempt="a", cut=CUT, must=True)
+        assert engine.cut(CutId(attempt=0, step=number), digest=CUT, must=True)
         if number == 2:
             engine.fence()
             objects["model"].load_state_dict(other)

@@ -28,6 +28,7 @@ from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.links import Batch
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import SaveFailed, UnannouncedChange
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
 from tests.checkpoint.capturing.reading import CUT, IDENTITY
@@ -166,7 +167,7 @@ def run_actions(folder: ArenaFolder, todo: list[tuple[str, int]], *, fences: boo
     def train(*, must: bool = False) -> None:
         optimizer.step()
         model.seen.fill_(optimizer.stamp)
-        engine.cut(optimizer.stamp, attempt="a", cut=CUT, must=must)
+        engine.cut(CutId(attempt=0, step=optimizer.stamp), digest=CUT, must=must)
 
     try:
         with halving(steps):
@@ -281,7 +282,7 @@ def run_device(
             optimizer.step()
             device.queue(0, _stamps(model, optimizer.stamp))
             link.full = full and number % 2 == 1
-            begins = engine.cut(optimizer.stamp, attempt="a", cut=CUT, must=not number)
+            begins = engine.cut(CutId(attempt=0, step=optimizer.stamp), digest=CUT, must=not number)
             assert not (begins and link.full)
             after_cut(engine)
             device.queue(0, _stamps(model, -1))  # the next forward pass
@@ -393,7 +394,7 @@ class Ahead:
         step, engine = self.optimizer.stamp, self.engine
         self.device.queue(0, _stamps(self.model, step))
         common = engine.completed if self.ranks == 1 else None  # of others nothing is known here
-        began = engine.cut(step, attempt="a", cut=CUT, common=common, must=step == 1)
+        began = engine.cut(CutId(attempt=0, step=step), digest=CUT, common=common, must=step == 1)
         self.device.queue(0, _stamps(self.model, -1))
         return began
 
@@ -550,7 +551,7 @@ def test_a_thousand_steps_with_a_slow_copier_and_a_reader_hold_no_mixture(tmp_pa
         for step in range(1, 1001):
             optimizer.step()
             model.seen.fill_(step)
-            skipped += not engine.cut(step, attempt="a", cut=CUT, must=step % 10 == 1)
+            skipped += not engine.cut(CutId(attempt=0, step=step), digest=CUT, must=step % 10 == 1)
             reading = reader.submit(read) if reading is None else reading
             model.seen.fill_(-1)
             if step % 10 == 0 and not reading.done():  # whoever is slow, what is complete by now is looked at

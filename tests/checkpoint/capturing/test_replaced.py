@@ -13,6 +13,7 @@ from torch import nn
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.format.fields import CutId
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of
 
 
@@ -122,18 +123,18 @@ def test_what_was_replaced_is_captured_as_it_is_now(
     try:
         for number in range(1, 4):  # the first ones of a place are captured by what was found before them
             job.step()
-            assert engine.cut(number, attempt="a", cut=CUT, must=True)
+            assert engine.cut(CutId(attempt=0, step=number), digest=CUT, must=True)
             engine.wait()
         change(job)
         for _ in range(steps):
             job.step()
         expected = state_of(job.objects)
-        assert engine.cut(4, attempt="a", cut=CUT, must=True)
+        assert engine.cut(CutId(attempt=0, step=4), digest=CUT, must=True)
         engine.wait()
         assert_same(kept_state(folder, 4), expected)
         job.step()
         expected = state_of(job.objects)
-        assert engine.cut(5, attempt="a", cut=CUT, must=True)
+        assert engine.cut(CutId(attempt=0, step=5), digest=CUT, must=True)
         engine.wait()
         assert_same(kept_state(folder, 5), expected)
     finally:
@@ -149,7 +150,7 @@ def test_a_module_whose_own_state_dict_was_replaced_is_taken_apart_at_every_cut(
         for number in range(1, 4):
             job.step()
             expected = state_of(job.objects)
-            assert engine.cut(number, attempt="a", cut=CUT, must=True)
+            assert engine.cut(CutId(attempt=0, step=number), digest=CUT, must=True)
             engine.wait()
             assert_same(kept_state(folder, number), expected)
     finally:

@@ -10,6 +10,7 @@ import torch
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.format.fields import CutId
 from tests.checkpoint.capturing.reading import CUT, assert_same, kept_state, state_of
 from tests.checkpoint.test_sharded import begin, fsdp
 from tests.tracking.processes import run_processes
@@ -26,7 +27,7 @@ def captured(rank: int, world_size: int, folder: str) -> None:
         objects["optimizer"].step()
         objects["optimizer"].zero_grad()
         expected = state_of(objects)
-        assert engine.cut(step, attempt="a", cut=CUT, must=True)
+        assert engine.cut(CutId(attempt=0, step=step), digest=CUT, must=True)
         objects["model"](torch.randn(4, 7)).square().mean().backward()
         objects["optimizer"].step()  # fences
         engine.wait()

@@ -28,6 +28,7 @@ import torch
 from lakeckpt.checkpoint.agent import process
 from lakeckpt.checkpoint.agent.leftovers import kept_in, reclaim
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.interop.run_state import RunState
 from lakeckpt.checkpoint.ledger.verify import verify
@@ -268,7 +269,7 @@ class Site:
 
     def captured(self) -> int:
         """The newest step that is complete in the memory of all ranks; every generation there is of one step."""
-        of_ranks: list[set[tuple[str, int]]] = [set() for _ in range(self.ranks)]
+        of_ranks: list[set[CutId]] = [set() for _ in range(self.ranks)]
         for node in self.nodes:
             folder = ArenaFolder(self.arenas(node))
             for info in folder.found():
@@ -276,8 +277,8 @@ class Site:
                 with contextlib.suppress(ArenaDamaged, FileNotFoundError), folder.open(info.name) as arena:
                     check_stamps(arena)
                     if arena.layout.identity.world == self.ranks:
-                        of_ranks[arena.layout.identity.rank] |= {(one.attempt, one.step) for one in arena.complete()}
-        return max((step for _, step in set.intersection(*of_ranks)), default=0)
+                        of_ranks[arena.layout.identity.rank] |= {one.cut for one in arena.complete()}
+        return max((one.step for one in set.intersection(*of_ranks)), default=0)
 
     def left(self, *, reclaimed: bool) -> list[str]:
         """The arenas that lie anywhere; ``reclaimed``: when what nobody needs any more is."""

@@ -203,7 +203,7 @@ class Trainer:
 
         def noted(one: job.Job, documents: bytes) -> None:
             complete(one, documents)
-            notes[name] |= 1 << one.step
+            notes[name] |= 1 << one.cut.step
 
         job.Job.complete = noted  # type: ignore[method-assign]
 

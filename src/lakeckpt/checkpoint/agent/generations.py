@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from lakeckpt.checkpoint.arena.arena import Arena, Held
 from lakeckpt.checkpoint.arena.checksums import look_over
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.arena.layout import ArenaIdentity, GenerationRecord
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.format.digests import short_digest
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import ArenaDamaged, ArenaError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
@@ -66,23 +67,23 @@ class Generations:
         self._open: Arena | None = None
 
     @contextlib.contextmanager
-    def hold(self, step: int, attempt: str) -> Iterator[Held | None]:
-        """Lock the generation of ``step`` that ``attempt`` captured while the block runs; yield None where there is
-        none."""
+    def hold(self, cut: CutId) -> Iterator[Held | None]:
+        """Lock the generation of ``cut`` while the block runs; yield None if there is none."""
         arena = self._arena()
         if arena is None:
             yield None
             return
-        with arena.hold(step, attempt=attempt) as held:
+        with arena.hold(cut) as held:
             yield held
 
-    def steps(self, attempt: str | None = None) -> list[int]:
+    def steps(self, attempt: int | None = None) -> list[int]:
         """Return the steps of the complete generations of an attempt; None: of all attempts."""
-        return sorted({record.step for record in self._records() if attempt in (None, record.attempt)})
+        return sorted({cut.step for cut in self.cuts() if attempt in (None, cut.attempt)})
 
-    def cuts(self, attempt: str) -> dict[int, bytes]:
-        """Return step → digest of the cut, of the generations of an attempt, as `hold` finds them."""
-        return {record.step: record.cut for record in reversed(self._records()) if record.attempt == attempt}
+    def cuts(self) -> dict[CutId, bytes]:
+        """Return the cuts of the complete generations, with their digests, as `hold` finds them."""
+        arena = self._arena()
+        return {} if arena is None else {record.cut: record.digest for record in reversed(arena.complete())}
 
     def look_over(self, goes_on: Callable[[], bool]) -> None:
         """Take the checksums of the newest generation, if nobody has: `lakeckpt.checkpoint.arena.checksums`."""
@@ -105,10 +106,6 @@ class Generations:
                 return False
             self.close()
         return True
-
-    def _records(self) -> list[GenerationRecord]:
-        arena = self._arena()
-        return [] if arena is None else arena.complete()
 
     def _arena(self) -> Arena | None:
         if self._open is not None and not self._open.is_there:

@@ -193,7 +193,7 @@ class Persister:
     def _hold(self, order: Order, stack: contextlib.ExitStack) -> Held | Exception | None:
         """Return the locked generation, None where there is none, or the error for which it cannot be locked."""
         try:
-            return stack.enter_context(self._generations.hold(order.step, str(self._publisher.attempt.number)))
+            return stack.enter_context(self._generations.hold(self._save_of(order).cut))
         except Exception as error:
             return error
 
@@ -336,7 +336,7 @@ class Persister:
         step = agree_on_final_save(
             self._storage,
             attempt.number,
-            self._generations.steps(str(attempt.number)),
+            self._generations.steps(attempt.number),
             attempt.recorded,
             rank=self.rank,
             world_size=self.world_size,

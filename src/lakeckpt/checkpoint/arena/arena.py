@@ -28,6 +28,7 @@ from lakeckpt.checkpoint.arena.filling import Filling, checksum
 from lakeckpt.checkpoint.arena.layout import SUPERBLOCK_BYTES, ArenaLayout, DataChecksums, GenerationRecord
 from lakeckpt.checkpoint.arena.locks import FileLocks
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import ArenaDamaged, ArenaError, WireError
 
 __all__ = ["Arena", "Held"]
@@ -109,14 +110,14 @@ class Arena:
         return sorted(found, key=_age, reverse=True)
 
     @contextmanager
-    def hold(self, step: int | None = None, *, attempt: str | None = None) -> Iterator[Held | None]:
-        """Lock the complete generation of ``step`` (None: the newest) while the block runs, so that it is not written.
+    def hold(self, cut: CutId | None = None, *, step: int | None = None) -> Iterator[Held | None]:
+        """Lock the complete generation of ``cut`` while the block runs, so that it is not written; or that of ``step``,
+        whatever attempt captured it; or the newest. The last captured generation counts.
 
-        Yields None where there is no such generation. ``attempt``: which attempt captured it, since an attempt that
-        went on from a step in memory may capture that step again. The last captured generation of a step counts.
+        Yields None if there is no such generation.
         """
         for number, record in sorted(self._records(), key=lambda one: _age(one[1]), reverse=True):
-            if step not in (None, record.step) or attempt not in (None, record.attempt):
+            if cut not in (None, record.cut) or step not in (None, record.cut.step):
                 continue
             if not self._hold(number):
                 continue  # it is being begun
@@ -196,13 +197,13 @@ class Arena:
         """Return the generations that may be begun, the least needed first."""
         records = {number: record for number, record in self._records() if number not in self._filling}
         by_age = sorted(records, key=lambda number: _age(records[number]))
-        last = {records[number].step: number for number in by_age}
-        last_of_attempt = {(records[number].step, records[number].attempt): number for number in by_age}
+        last = {records[number].cut.step: number for number in by_age}
+        last_of_attempt = {records[number].cut: number for number in by_age}
         steps = sorted(last, reverse=True)
         safe = common if common is not None else (steps[1] if len(steps) > 2 else -1)
         spare = [number for number in range(self.layout.generations) if number not in {*records, *self._filling}]
         spare += [number for number in by_age if number not in last_of_attempt.values()]
-        spare += [number for number in by_age if records[number].step < min(safe, steps[0])]
+        spare += [number for number in by_age if records[number].cut.step < min(safe, steps[0])]
         # Another rank may have nothing newer than the generation of an earlier attempt: it is begun last.
         spare += [number for number in by_age if number not in last.values()]
         return spare
@@ -211,7 +212,7 @@ class Arena:
         """Discard the complete generations of steps later than ``after``: the history goes on from there."""
         assert self.writes, "this opening of the arena only reads"
         for number, record in self._records():
-            if record.step > after and self._locks.take(number):
+            if record.cut.step > after and self._locks.take(number):
                 self._put_sequence(number, record.sequence + 1)
                 self._locks.drop(number)
 
@@ -333,14 +334,14 @@ class Held:
     def damaged(self, what: str) -> ArenaDamaged:
         """Return the error that says that ``what`` of the generation is not what was written."""
         return ArenaDamaged(
-            f"in the arena {self.arena.name!r}, {what} of step {self.record.step} is not what was written: take an "
+            f"in the arena {self.arena.name!r}, {what} of step {self.record.cut.step} is not what was written: take an "
             "older generation, or a checkpoint"
         )
 
 
 def _age(record: GenerationRecord) -> tuple[int, int]:
     """Return what orders generations from old to new."""
-    return record.step, record.sequence
+    return record.cut.step, record.sequence
 
 
 def _mapped(descriptor: int, size_bytes: int, name: str, *, writes: bool) -> mmap.mmap:

@@ -199,8 +199,8 @@ def contents_of(held: Held) -> Contents:
         documents = Documents.from_bytes(data)
     except WireError as error:
         raise ArenaDamaged(
-            f"in the arena {held.arena.name!r}, what step {held.record.step} holds cannot be read: {error}. Take an "
-            "older generation, or a checkpoint"
+            f"in the arena {held.arena.name!r}, what step {held.record.cut.step} holds cannot be read: {error}. Take "
+            "an older generation, or a checkpoint"
         ) from error
     return Contents(held=held, documents=documents, checksums=held.checksums())
 

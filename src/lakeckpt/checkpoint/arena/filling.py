@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from lakeckpt.checkpoint.arena.layout import GenerationRecord
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import ArenaDamaged
 
 if TYPE_CHECKING:
@@ -42,8 +43,9 @@ class Filling:
         at = self._arena.layout.data_at(self._number)
         return self._arena._view[at : at + self._arena.layout.data_bytes]
 
-    def complete(self, *, step: int, attempt: str, cut: bytes, documents: bytes) -> GenerationRecord:
-        """Make the generation the complete one of ``step``. Nobody writes to its data any more.
+    def complete(self, cut: CutId, *, digest: bytes, documents: bytes) -> GenerationRecord:
+        """Make the generation the complete one of ``cut``, which has this ``digest`` (16 bytes). Nobody writes
+        to its data any more.
 
         Raises `ArenaDamaged` where ``documents`` are larger than the arena has room for, and abandons the generation.
         """
@@ -51,22 +53,19 @@ class Filling:
         if len(documents) > layout.documents_bytes:
             self.abandon()
             raise ArenaDamaged(
-                f"the documents of step {step} have {len(documents)} bytes and the arena {arena.name!r} has room for "
-                f"{layout.documents_bytes}: make it anew"
+                f"the documents of step {cut.step} have {len(documents)} bytes and the arena {arena.name!r} has room "
+                f"for {layout.documents_bytes}: make it anew"
             )
         arena._put(layout.documents_at(self._number), documents)
         record = GenerationRecord(
             sequence=self._sequence + 1,
-            step=step,
-            attempt=attempt,
             cut=cut,
+            digest=digest,
             documents_bytes=len(documents),
             documents_checksum=checksum(documents),
         )
         data = record.to_bytes()
-        if len(data) > layout.record_room:
-            self.abandon()
-            raise ArenaDamaged(f"the record of step {step} has {len(data)} bytes, more than {layout.record_room}")
+        assert len(data) <= layout.record_room, "its fields are of a few bytes"
         arena._put(layout.record_at(self._number), data)
         arena._end(self._number, record)
         return record

@@ -184,7 +184,7 @@ class ArenaFolder:
                     size_bytes=size_bytes,
                     identity=arena.layout.identity,
                     is_filled=arena.is_filled,
-                    steps=tuple(record.step for record in arena.complete()),
+                    steps=tuple(record.cut.step for record in arena.complete()),
                 )
         except FileNotFoundError:
             return None

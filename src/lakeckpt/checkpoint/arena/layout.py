@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, LEAF_BYTES
-from lakeckpt.checkpoint.format.fields import Digest
+from lakeckpt.checkpoint.format.fields import CutId, Digest
 from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
@@ -117,12 +117,11 @@ class ArenaLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRecord:
-    """The record that makes a generation complete. ``cut``: the digest of the cut (16 bytes), alike on every rank."""
+    """The record that makes a generation complete. ``digest``: of the cut (16 bytes), the same on every rank."""
 
     sequence: Count
-    step: Count
-    attempt: str
-    cut: bytes
+    cut: CutId
+    digest: bytes
     documents_bytes: Count
     documents_checksum: bytes
 

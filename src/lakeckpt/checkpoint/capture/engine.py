@@ -39,6 +39,7 @@ from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.parts import SiteWaits
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import CaptureWarning, ConfigError, LakeckptError, SaveFailed
@@ -113,17 +114,16 @@ class CaptureEngine:
 
     def cut(
         self,
-        step: int,
+        cut: CutId,
         *,
-        attempt: str,
-        cut: bytes,
+        digest: bytes,
         readers: Mapping[str, bytes] | None = None,
         common: int | None = None,
         must: bool = False,
     ) -> bool:
-        """Begin to capture the state as it is now, after optimizer step ``step``. Returns False if the cut is skipped.
+        """Begin to capture the state as it is now, which is the ``cut``. Returns False if the cut is skipped.
 
-        ``cut`` (16 bytes) is the digest of the cut, the same on every rank. ``common`` is the newest step whose
+        ``digest`` (16 bytes) is the same on every rank that is at this cut. ``common`` is the newest step whose
         generation is known to be complete on all ranks. ``must``: wait for the arena and for the capture before,
         instead of skipping the cut.
 
@@ -134,7 +134,7 @@ class CaptureEngine:
         self._settle()
         if captures_a_graph():
             raise ConfigError(
-                f"the cut of step {step} lies in a CUDA graph: the copies would become a part of the graph. Call "
+                f"the cut of step {cut.step} lies in a CUDA graph: the copies would become a part of the graph. Call "
                 "manager.step() outside of the graph"
             )
         self._fence()
@@ -148,9 +148,8 @@ class CaptureEngine:
             return False
         try:
             job = Job(
-                step=step,
-                attempt=attempt,
                 cut=cut,
+                digest=digest,
                 readers=readers or {},
                 plan=plan,
                 filling=filling,
@@ -167,7 +166,7 @@ class CaptureEngine:
         except BaseException:
             filling.abandon()
             raise
-        for over in [one for one in list(self._dropped) if one == step or one <= step - _REMEMBERED]:
+        for over in [one for one in list(self._dropped) if one == cut.step or one <= cut.step - _REMEMBERED]:
             self._dropped.pop(over, None)
         with self._changed:
             self._current = job
@@ -327,12 +326,12 @@ class CaptureEngine:
                 job.drop()
             except BaseException as error:
                 failure = failure or error
-            self._dropped[job.step] = failure
+            self._dropped[job.cut.step] = failure
         if failure is not None:
-            self._failures.append((job.step, failure))
+            self._failures.append((job.cut.step, failure))
         job.count(self._counters, complete=complete, paces=self._gate.paces)
         with self._changed:
-            self.completed = job.step if complete else self.completed
+            self.completed = job.cut.step if complete else self.completed
             self._under_way -= 1
             if self._current is job:
                 self._current = None

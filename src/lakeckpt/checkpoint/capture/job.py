@@ -17,6 +17,7 @@ from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.capture.plan import CapturePlan
 from lakeckpt.checkpoint.capture.samples import Sample, Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
+from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import SaveFailed, UnannouncedChange
 
@@ -27,10 +28,9 @@ __all__ = ["Copier", "Job"]
 class Job:
     """A capture on its way through the copier."""
 
-    step: int
-    attempt: str
-    cut: bytes
-    """The digest of the cut (16 bytes), the same on every rank."""
+    cut: CutId
+    digest: bytes
+    """Of the cut (16 bytes), the same on every rank."""
     readers: Mapping[str, bytes]
     plan: CapturePlan
     filling: Filling
@@ -67,17 +67,17 @@ class Job:
         if changed:
             others = f" and {len(changed) - 1} more tensors" if len(changed) > 1 else ""
             raise UnannouncedChange(
-                f"{changed[0]!r}{others} changed after the cut of step {self.step} and before an optimizer step "
+                f"{changed[0]!r}{others} changed after the cut of step {self.cut.step} and before an optimizer step "
                 "announced it: the capture was dropped. Change the state in optimizer.step() or before manager.step(); "
                 "call manager.fence() before you change it anywhere else (weights swapped for an evaluation, a step "
                 "that is replayed from a CUDA graph)"
             )
         if self.slices.was_interrupted:
-            raise SaveFailed(f"the capture of step {self.step} was interrupted in the middle of a copy")
+            raise SaveFailed(f"the capture of step {self.cut.step} was interrupted in the middle of a copy")
 
     def complete(self, documents: bytes) -> None:
         """Complete the generation."""
-        self.filling.complete(step=self.step, attempt=self.attempt, cut=self.cut, documents=documents)
+        self.filling.complete(self.cut, digest=self.digest, documents=documents)
 
     def drop(self) -> None:
         """Abort the capture and release its generation. No thread reads or writes for the capture afterwards."""

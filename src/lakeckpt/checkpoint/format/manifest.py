@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from lakeckpt.checkpoint.format.fields import Digest
+from lakeckpt.checkpoint.format.fields import CutId, Digest
 from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.parts import SaveId, SiteWaits
 from lakeckpt.core.intervals import Intervals
@@ -29,8 +29,8 @@ from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = [
     "Begin",
-    "Captured",
     "CheckpointInfo",
+    "CutId",
     "Entry",
     "Excluded",
     "ExcludedFor",
@@ -48,29 +48,6 @@ _KIND = "log"
 _VERSION = (1, 0)
 Facts = Mapping[str, Mapping[str, str]]
 """Reader → what a script gave to it → a text, for people."""
-
-
-@as_row
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
-    """A cut in host memory: the generation of ``step`` that ``attempt`` captured."""
-
-    attempt: Count
-    step: Count
-
-    def to_text(self) -> str:
-        """For messages between ranks.
-
-        >>> Captured(attempt=3, step=70).to_text()
-        '3:70'
-        """
-        return f"{self.attempt}:{self.step}"
-
-    @classmethod
-    def from_text(cls, text: str) -> Captured:
-        """Return the cut from a text of `to_text`."""
-        attempt, _, step = text.partition(":")
-        return cls(attempt=int(attempt), step=int(step))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +92,7 @@ class Restored:
     pid: Count = 0
     skipped: Mapping[str, Count] = field(default_factory=dict)
     """reader → the epoch whose rest it skips, because the table version is gone."""
-    captured: Captured | None = None
+    captured: CutId | None = None
     """The cut in host memory that it went on from, if that was not older than ``restored``."""
     rolled_back_to: Count | None = None
     """The step of the roll-back that this entry obeys (``restore(step=…)``) or orders (``lakeckpt rollback``)."""

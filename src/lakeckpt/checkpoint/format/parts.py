@@ -23,7 +23,7 @@ from typing import Literal
 
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
-from lakeckpt.checkpoint.format.fields import Digest, Ranks
+from lakeckpt.checkpoint.format.fields import CutId, Digest, Ranks
 from lakeckpt.checkpoint.format.sharing import Sharing, is_part_key, place_of
 from lakeckpt.checkpoint.format.units import SUMS, UnitId, sum_of, tensor_unit, tree_unit
 from lakeckpt.errors import WireDamaged
@@ -71,6 +71,11 @@ class SaveId:
     """Optimizer steps done at its cut."""
     number: Count
     """How many saves the attempt had begun before it."""
+
+    @property
+    def cut(self) -> CutId:
+        """The cut that is saved."""
+        return CutId(attempt=self.attempt, step=self.step)
 
     @property
     def folder(self) -> str:

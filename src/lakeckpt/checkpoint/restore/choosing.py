@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lakeckpt import __version__
-from lakeckpt.checkpoint.format.manifest import Begin, Captured, Manifest, Restored
+from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.checkpoint.format.manifest import Begin, Manifest, Restored
 from lakeckpt.checkpoint.persist.commit import superseded
 from lakeckpt.checkpoint.persist.history import at_work, has_obeyed
 from lakeckpt.checkpoint.persist.log import LOG, SlotTaken, put_entry, slot_path
@@ -168,7 +169,7 @@ class Chooser(RunLog):
         raise AttemptSuperseded(f"other jobs took {_MOST_SLOTS} slots of the log in a row: stop them first")
 
     def restored(
-        self, choice: Mapping[str, str], begun: int, skipped: Mapping[str, int], captured: Captured | None
+        self, choice: Mapping[str, str], begun: int, skipped: Mapping[str, int], captured: CutId | None
     ) -> dict[str, str]:
         """Record in the log what the attempt ``begun`` has restored by the ``choice`` of `choose`; return the slot that
         the attempt has reached, as ``last``. The first attempt of a run records nothing.
@@ -198,7 +199,7 @@ class Chooser(RunLog):
 
     # --- reports
 
-    def pass_over(self, captured: Captured, reasons: Iterable[str]) -> None:
+    def pass_over(self, captured: CutId, reasons: Iterable[str]) -> None:
         """Warn of a cut in memory that is not damaged, and cannot be restored."""
         for reason in reasons if self._speaker else ():
             warnings.warn(_UNFIT.format(captured.step, captured.attempt, reason), DamageWarning, stacklevel=6)

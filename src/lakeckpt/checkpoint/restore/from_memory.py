@@ -14,7 +14,7 @@ threads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
@@ -22,7 +22,8 @@ from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.consumed.pending import PendingRecord, pending_from_bytes, since
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES
-from lakeckpt.checkpoint.format.manifest import Captured, Manifest, ReaderRecord, Restored
+from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord, Restored
 from lakeckpt.checkpoint.format.parts import SHARING
 from lakeckpt.checkpoint.format.sharing import sharing_from_bytes
 from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of
@@ -41,10 +42,10 @@ class Offer:
     """The attempt that the history has come to."""
     least: int
     """Its generations count from this optimizer step on."""
-    also: Captured | None
+    also: CutId | None
     """What that attempt went on from, itself."""
 
-    def takes(self, one: Captured) -> bool:
+    def takes(self, one: CutId) -> bool:
         """Return whether a generation is among them."""
         return one == self.also if one.attempt != self.attempt else one.step >= self.least
 
@@ -57,7 +58,7 @@ class Offer:
     def from_text(cls, text: str) -> Offer:
         """Return what `to_text` was given."""
         attempt, least, also = text.split(",")
-        return cls(attempt=int(attempt), least=int(least), also=Captured.from_text(also) if also else None)
+        return cls(attempt=int(attempt), least=int(least), also=CutId.from_text(also) if also else None)
 
 
 def where_it_goes_on(work: Restored | None, newest: Manifest | None) -> Offer | None:
@@ -76,7 +77,7 @@ def where_it_goes_on(work: Restored | None, newest: Manifest | None) -> Offer | 
     return None  # the attempt went on from another commit: that one is damaged, or this one was
 
 
-def _offer(attempt: int, captured: Captured | None, *, least: int) -> Offer:
+def _offer(attempt: int, captured: CutId | None, *, least: int) -> Offer:
     also = captured if captured is not None and captured.step >= least else None
     return Offer(attempt=attempt, least=least, also=also)
 
@@ -102,26 +103,17 @@ class Remembered:
         self._folder, self._storage, self._rank, self._world_size = folder, storage, rank, world_size
         self._held = ExitStack()
 
-    def found(self, run: str, offer: Offer) -> dict[Captured, bytes]:
+    def found(self, run: str, offer: Offer) -> dict[CutId, bytes]:
         """Return the generations of ``run`` on ``offer`` that are complete here, with the digests of their cuts, which
         are the same on all ranks that were at one cut."""
-        attempts = {offer.attempt} | ({offer.also.attempt} if offer.also is not None else set())
-        generations = self._generations(run)
-        try:
-            every = {
-                Captured(attempt=one, step=step): cut
-                for one in attempts
-                for step, cut in generations.cuts(str(one)).items()
-            }
-        finally:
-            generations.close()
-        return {one: cut for one, cut in every.items() if offer.takes(one)}
+        with closing(self._generations(run)) as generations:
+            return {cut: digest for cut, digest in generations.cuts().items() if offer.takes(cut)}
 
     def _generations(self, run: str) -> Generations:
         digest = digest_of_run(run, self._storage)
         return Generations(self._folder, identity_of(digest, rank=self._rank, world_size=self._world_size))
 
-    def recall(self, run: str, which: Captured, *, recorded: int | None) -> Recalled:
+    def recall(self, run: str, which: CutId, *, recorded: int | None) -> Recalled:
         """Read a generation, and lock it until `release`; the log has recorded all up to step ``recorded``.
 
         If ``recorded`` is None, no commit could replace a generation that turns out to be damaged while it is copied.
@@ -132,7 +124,7 @@ class Remembered:
         self.release()
         generations = self._generations(run)
         self._held.callback(generations.close)
-        held = self._held.enter_context(generations.hold(which.step, str(which.attempt)))
+        held = self._held.enter_context(generations.hold(which))
         if held is None:
             raise ArenaDamaged(f"step {which.step} of attempt {which.attempt} is not in memory any more")
         contents = contents_of(held)

@@ -31,7 +31,8 @@ import torch
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
 from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of
-from lakeckpt.checkpoint.format.manifest import Captured, CheckpointInfo, ReaderRecord
+from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo, ReaderRecord
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.indexes import documents_of, filtered
 from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
@@ -62,7 +63,7 @@ _MIXED = "the modules and optimizers hold a mixture of states now: build them an
 _UNSEEN = (
     "rank {} cannot look at what its node's memory holds, so all ranks restore a checkpoint, perhaps an older one: {}"
 )
-_Which = tuple[int | None, Captured | None]
+_Which = tuple[int | None, CutId | None]
 """The slot of a checkpoint (None: none yet), and the cut in memory that goes on from it, if that is restored."""
 
 
@@ -96,7 +97,7 @@ class Restorer:
         self._memory = (
             None if arenas is None else Remembered(arenas, storage, rank=exchange.rank, world_size=exchange.world_size)
         )
-        self._unfit: set[Captured] = set()
+        self._unfit: set[CutId] = set()
         self._trial = Trial(storage, exchange, objects, allow_missing=allow_missing, advice=_ADVICE, mixed=_MIXED)
         self._all = self._trial.together
         self._presence: Presence | None = None
@@ -158,11 +159,11 @@ class Restorer:
         choice = self._all.ask_rank_0(self._chooser.choose)
         return choice, (None if choice["slot"] == "none" else int(choice["slot"]), self._in_memory(choice))
 
-    def _in_memory(self, choice: Mapping[str, str]) -> Captured | None:
+    def _in_memory(self, choice: Mapping[str, str]) -> CutId | None:
         """Return the newest cut that goes on from rank 0's ``choice`` and that all ranks have in memory."""
         if not choice["offer"]:
             return None
-        mine: dict[Captured, bytes] = {}
+        mine: dict[CutId, bytes] = {}
         if self._memory is not None:
             try:
                 mine = self._memory.found(choice["run"], Offer.from_text(choice["offer"]))
@@ -171,8 +172,8 @@ class Restorer:
         text = " ".join(sorted(f"{one.to_text()}={cut.hex()}" for one, cut in mine.items()))
         every = self._exchange.everyone({"memory": text}).facts["memory"]
         common = set.intersection(*(set(text.split()) for text in every))
-        cuts = {Captured.from_text(one.partition("=")[0]) for one in common} - self._unfit
-        return max(cuts, key=lambda one: (one.step, one.attempt), default=None)
+        cuts = {CutId.from_text(one.partition("=")[0]) for one in common} - self._unfit
+        return max(cuts, key=lambda one: one.age, default=None)
 
     def _go_back(self) -> None:
         self._fits = None

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
-from lakeckpt.checkpoint.format.manifest import Captured, CheckpointInfo, Manifest, ReaderRecord
+from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo, Manifest, ReaderRecord
 from lakeckpt.checkpoint.persist.indexes import filtered, offer, save
 from lakeckpt.checkpoint.persist.log import Damage, read_entry, slot_path
 from lakeckpt.checkpoint.restore.compare import differences, refusal
@@ -38,7 +39,7 @@ class Candidate:
     """What may be restored: a checkpoint, or a cut in memory that goes on from it (or from the start of the run)."""
 
     manifest: Manifest | None
-    captured: Captured | None = None
+    captured: CutId | None = None
     is_checked: bool = True
     """Whether what is read is compared with checksums: not so for a cut in memory that no agent has hashed."""
     step: int

@@ -66,7 +66,7 @@ def _stretch_of(unit: _Unit, index: int, lane: int) -> _Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamDeal:
-    """A `lakeckpt.core.lanes.Deal` of epochs without end: see the module."""
+    """A deal as `lakeckpt.core.lanes.EpochDeal`, of epochs without end: see the module."""
 
     first: int
     num_lanes: int
@@ -172,7 +172,7 @@ class StreamDeal:
             index += 1
 
     def spans(self, micro_batch: int) -> list[Span]:
-        """See `lakeckpt.core.lanes.Deal`."""
+        """See `lakeckpt.core.lanes.EpochDeal`."""
         turn, lane = divmod(micro_batch - self.first, self.num_lanes)
         if self.share is None:
             start, stop = turn * self.batch_size, (turn + 1) * self.batch_size
@@ -189,7 +189,7 @@ class StreamDeal:
         return [span for epoch, positions in pieces for span in spans_of(epoch, positions)]
 
     def rows_of(self, start: int, stop: int) -> int:
-        """See `lakeckpt.core.lanes.Deal`."""
+        """See `lakeckpt.core.lanes.EpochDeal`."""
         if self.share is None:
             return (stop - start) * self.batch_size
         turn, lane = np.divmod(np.arange(start, stop) - self.first, self.num_lanes)
@@ -229,7 +229,7 @@ class StreamDeal:
         return np.array([low for low, _ in found], np.int64), np.array([high for _, high in found], np.int64)
 
     def rest(self, micro_batch: int) -> Rest:
-        """See `lakeckpt.core.lanes.Deal`."""
+        """See `lakeckpt.core.lanes.EpochDeal`."""
         done = turns(micro_batch - self.first, self.num_lanes)
         return self.rest_of(self._before_turns(np.arange(self.num_lanes), done))
 
@@ -254,7 +254,7 @@ class StreamDeal:
         return Rest(begun=begun, next_epoch=self.start.next_epoch + entered + 1 - len(self._begun))
 
     def layout(self, epoch: int) -> tuple[int, int]:
-        """See `lakeckpt.core.lanes.Deal`."""
+        """See `lakeckpt.core.lanes.EpochDeal`."""
         for left in self.start.begun:
             if left.epoch == epoch:
                 return left.num_lanes, left.rotation

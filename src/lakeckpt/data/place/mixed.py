@@ -136,7 +136,7 @@ class MixedProgress(Progress):
             state = joined(replace(state, orders=tuple(self._order_named(name) for name in orders)), self.mixing, mine)
         self.last_receipt = None
         self._iteration += 1
-        self._set(advanced(state))
+        self._set(state)
         self._settled = None
 
     def _order_named(self, name: str) -> Identity:
