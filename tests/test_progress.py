@@ -18,7 +18,7 @@ from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.progress import progress_bar
 from lakeckpt.reading.filters.count import count_rows
-from lakeckpt.reading.packed.packing import count_tokens
+from lakeckpt.reading.packed.token_counts import count_tokens
 from tests.lakes import LakeSpec
 
 

@@ -23,7 +23,7 @@ from lakeckpt.errors import CheckpointDamaged, SchemaError, StateMismatch
 from lakeckpt.reading.filters.count import count_rows
 from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
-from lakeckpt.reading.packed.packing import count_tokens
+from lakeckpt.reading.packed.token_counts import count_tokens
 from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.checkpoint.scripts import Script, write_table
 

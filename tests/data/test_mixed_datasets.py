@@ -483,7 +483,7 @@ def test_packed_sources_of_other_types_of_tokens_are_refused_when_they_are_mixed
         (tmp_path / name).mkdir()
         pq.write_table(pa.table({"tokens": pa.array([[1, 2, 3]] * 9, pa.list_(kind))}), tmp_path / name / "0.parquet")
         sources[name] = (pack(LakeDataset(tmp_path / name, batch_size=2), length=4), 1.0)
-    with pytest.raises(errors.SchemaError, match="sources 'a' and 'b' is int32 without labels and int64"):
+    with pytest.raises(errors.SchemaError, match=r"sources 'a' and 'b' is int32 as tokens, .* and int64 as tokens"):
         mix(sources, granularity=granularity)
 
 

@@ -22,8 +22,9 @@ from lakeckpt.reading.columns.gather import cut
 from lakeckpt.reading.filters.count import count_rows
 from lakeckpt.reading.filters.row_filter import row_filter
 from lakeckpt.reading.filters.selection import RowSelection
-from lakeckpt.reading.packed.packing import Packing, count_tokens
+from lakeckpt.reading.packed.packing import COLUMNS, Packing
 from lakeckpt.reading.packed.sequences import NO_LABEL
+from lakeckpt.reading.packed.token_counts import count_tokens
 from lakeckpt.reading.packed.window import SequenceDecoder
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import Threads
@@ -90,7 +91,13 @@ def test_sequences_are_what_a_plain_model_says(
 ) -> None:
     before, after = added
     packing = Packing(
-        column="tokens", length=length, before=before, after=after, labels=True, padding=7, masks_ends=masks_ends
+        column="tokens",
+        length=length,
+        before=before,
+        after=after,
+        columns=COLUMNS[:5],
+        padding=7,
+        masks_ends=masks_ends,
     )
     with tempfile.TemporaryDirectory() as folder:
         texts = write(Path(folder), lengths, kind, rows)
@@ -119,7 +126,7 @@ def test_no_token_inside_of_a_document_has_the_label_of_another_document(lanes: 
     texts = write(tmp_path, [[5, 9, 4, 11] * 20], pa.list_(pa.int32()), 8)
     table, packing = (
         open_table(tmp_path),
-        Packing(column="tokens", length=16, labels=True, masks_ends=False, padding=ADDED),
+        Packing(column="tokens", length=16, columns=COLUMNS[:5], masks_ends=False, padding=ADDED),
     )
     counted = count_tokens(table, packing)
     follows = {a: b for one in texts for a, b in itertools.pairwise(one)}
@@ -163,7 +170,7 @@ def check_sequence(
 def test_a_cut_of_sequences_is_what_they_are_one_by_one(
     lengths: list[list[int | None]], length: int, masks_ends: bool, start: int, rows: int
 ) -> None:
-    packing = Packing(column="tokens", length=length, labels=True, masks_ends=masks_ends)
+    packing = Packing(column="tokens", length=length, columns=COLUMNS[:5], masks_ends=masks_ends)
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), lengths, pa.list_(pa.int32()), 4)
         window, decoded = first_window(open_table(folder), packing)
@@ -217,7 +224,7 @@ def first_window(table: Table, packing: Packing) -> tuple[Window, DecodedWindow]
 
 def test_a_window_takes_the_memory_of_its_tokens_and_little_more(tmp_path: Path) -> None:
     write(tmp_path, [[200] * 64], pa.list_(pa.int32()), 64)
-    _, decoded = first_window(open_table(tmp_path), Packing(column="tokens", length=128, labels=True))
+    _, decoded = first_window(open_table(tmp_path), Packing(column="tokens", length=128, columns=COLUMNS[:5]))
     assert decoded.size_bytes == pytest.approx(4 * 200 * 64, rel=0.15)
 
 

@@ -11,7 +11,8 @@ import pyarrow as pa
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.parquet.prefetch import AheadBytes
-from lakeckpt.reading.packed.packing import Packing, count_tokens
+from lakeckpt.reading.packed.packing import Packing
+from lakeckpt.reading.packed.token_counts import count_tokens
 from lakeckpt.reading.packed.window import SequenceDecoder
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.positions import PositionReader

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.reading.packed.packing import Documents, Packing
+from lakeckpt.reading.packed.documents import Documents
+from lakeckpt.reading.packed.packing import COLUMNS, Packing
 from lakeckpt.reading.packed.whole import best_fit, packed
 
 
@@ -46,9 +47,9 @@ def documents(lengths: list[int], first: int = 1) -> Documents:
 def columns(lengths: list[list[int]], key: tuple[int, int] | None, **options: Any) -> dict[str, list[list[int]]]:
     firsts = np.cumsum([1, *map(sum, lengths)])
     parts = [documents(mine, int(first)) for mine, first in zip(lengths, firsts, strict=False)]
-    packing = Packing(column="tokens", length=8, whole=True, labels=True, **options)
+    packing = Packing(column="tokens", length=8, whole=True, columns=COLUMNS[:5], **options)
     found = packed(parts, packing, key)
-    return {name: column[0 : len(found)].tolist() for name, column in found.columns().items()}  # type: ignore[index]
+    return {name: column[0 : len(found)].tolist() for name, column in found.columns(packing.columns).items()}  # type: ignore[index]
 
 
 GOLDEN = {

@@ -28,6 +28,7 @@ from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.ragged import Ragged
 from lakeckpt.reading.filters.decoder import FilteredDecoder
 from lakeckpt.reading.packed.packing import Packing
+from lakeckpt.reading.packed.sequences import with_ends
 from lakeckpt.reading.packed.whole import WholeDecoder
 from lakeckpt.reading.packed.window import SequenceDecoder
 from lakeckpt.reading.windows.cache import Decoding, windows_held_of
@@ -35,7 +36,7 @@ from lakeckpt.reading.windows.decode import RowGroupDecoder, select_columns
 from lakeckpt.reading.windows.positions import Announced, PositionReader
 from lakeckpt.reading.windows.threads import Threads, usual_threads
 
-__all__ = ["BatchSource", "Items", "Iterations", "Output", "gives", "row_of"]
+__all__ = ["BatchSource", "Items", "Iterations", "Output", "delivered", "gives", "row_of"]
 
 Output = Literal["torch", "numpy", "arrow"]
 _LAYOUTS_KEPT = 4
@@ -153,6 +154,8 @@ class BatchSource(Iterations):
     def take(self, reader: PositionReader, announced: Announced, receipt: Receipt) -> Any:
         """Return what the loop gets for the rows that were announced to ``reader``: a batch, or a row."""
         rows = self.columns(reader, announced)
+        if self.output != "arrow":
+            rows = delivered(rows)
         return self._finished(rows if self.output == "arrow" else Batch(rows, receipt), receipt)
 
     def columns(self, reader: PositionReader, announced: Announced) -> Any:
@@ -250,6 +253,16 @@ class BatchSource(Iterations):
                 self._layouts.pop(next(iter(self._layouts)))
             self._layouts[key] = layout
         return layout
+
+
+def delivered(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a batch as they are delivered: ``cu_seqlens`` of packed sequences is of the whole batch."""
+    if not isinstance(columns.get("cu_seqlens"), Ragged):
+        return dict(columns)
+    found = with_ends(columns)
+    if isinstance(columns["tokens"], torch.Tensor):
+        found["cu_seqlens"] = torch.from_numpy(found["cu_seqlens"])
+    return found
 
 
 def _holds_text(kind: pa.DataType) -> bool:

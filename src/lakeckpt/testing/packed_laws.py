@@ -20,8 +20,9 @@ from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.errors import ConfigError
-from lakeckpt.reading.packed.packing import Documents, place_of
+from lakeckpt.reading.packed.documents import Documents
 from lakeckpt.reading.packed.runs import DocumentRuns, part_of, runs_of
+from lakeckpt.reading.packed.token_counts import place_of
 from lakeckpt.testing.observed import Violation
 
 __all__ = ["PackedDocuments", "Token", "sequences_of"]
@@ -107,7 +108,7 @@ class PackedDocuments:
             yield from self._windows[key][low - window.start : high - window.start]
 
     def _laid_out(self, layout: EpochLayout, window: Window) -> list[_Sequence]:
-        parts = [part_of(self._documents[part.group], part, masks_ends=True) for part in window.fragments]
+        parts = [part_of(self._documents[part.group], part, labels=False, masks_ends=True) for part in window.fragments]
         runs = DocumentRuns.of(runs_of(parts, window, layout.unit), parts, window, layout.unit)
         begins = np.cumsum([layout.first + window.start * layout.unit, *(part.rows for part in window.fragments)])
         epochs = (layout.epoch + (begins >= layout.begins[-1])).tolist()

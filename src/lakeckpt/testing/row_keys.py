@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -85,7 +86,7 @@ class RowKeys:
         """
         packing = self.dataset.packing
         assert packing is not None
-        columns = (table[packing.column].to_pylist() for table in self._tables())
+        columns = (_documents(table[packing.column].to_pylist(), packing.dtype) for table in self._tables())
         return [
             {row: [*packing.before, *tokens, *packing.after] for row, tokens in enumerate(column) if tokens}
             for column in columns
@@ -116,6 +117,13 @@ class RowKeys:
             # By pyarrow's own filter, not by what was counted: the law would not notice wrong counts otherwise.
             yield (table if keep is None else table.filter(keep.expression)).select(wanted)
         decoder.close()
+
+
+def _documents(column: list[Any], dtype: str | None) -> list[Any]:
+    """Return the tokens of each row, of lists or of bytes."""
+    if dtype is None:
+        return column
+    return [row and np.frombuffer(row, np.dtype(dtype).newbyteorder("<")).tolist() for row in column]
 
 
 def _check_packed(dataset: LakeDataset, key: Key) -> None:

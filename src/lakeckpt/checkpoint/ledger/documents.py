@@ -9,6 +9,7 @@ The module never imports torch, and starts no threads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,8 +20,9 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import EpochLayout, Window
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.table.table import Table
-from lakeckpt.reading.packed.packing import Packing, place_of
+from lakeckpt.reading.packed.packing import DTYPES, Packing
 from lakeckpt.reading.packed.runs import DocumentRuns
+from lakeckpt.reading.packed.token_counts import place_of
 from lakeckpt.reading.packed.window import SequenceDecoder
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import Threads
@@ -88,14 +90,14 @@ class Documents:
     def _new_decoder(self, order: Order) -> SequenceDecoder:
         counted = order.selection
         assert counted is not None
-        packing = Packing(column=self._column, length=order.unit, before=self._before, after=self._after)
         packed, _, kept = counted.expression.partition("/")
         if kept:
             raise ConfigError(
                 f"this run reads {counted.text}: which rows the filter keeps is known to the script that has the "
                 "filter, and documents cannot be named without it. Leave --table out"
             )
-        if packed != packing.digest:
+        packing = next((one for one in self._packings(order.unit) if one.digest == packed), None)
+        if packing is None:
             raise ConfigError(
                 f"this run reads {counted.text}, and not with column {self._column!r}, before={list(self._before)} and "
                 f"after={list(self._after)}: give --column, --before and --after as pack(…) got them"
@@ -104,6 +106,11 @@ class Documents:
         packing.check(table.schema)
         rows = RowGroupDecoder(table, [self._column], use_threads=False)
         return SequenceDecoder(rows, packing, counted, order.index.group_rows, 1, Threads(1))
+
+    def _packings(self, length: int) -> Iterator[Packing]:
+        """Yield how the run may have packed the column: lists, or bytes of each type."""
+        for dtype in (None, *DTYPES):
+            yield Packing(column=self._column, length=length, before=self._before, after=self._after, dtype=dtype)
 
 
 def _between(low: int, high: int, runs: DocumentRuns, order: Order, epoch: int) -> list[DocumentTokens]:

@@ -26,6 +26,7 @@ from lakeckpt.data.flows.fingerprints import encoder_of, form_of
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.errors import ConfigError, SchemaError, shown
 from lakeckpt.lake.table.schema import check_agreed
+from lakeckpt.reading.packed.packing import COLUMNS
 
 __all__ = ["TokenSource", "Tokenizing", "check_text", "given", "no_sequences"]
 
@@ -44,8 +45,9 @@ class Tokenizing:
     length: int
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
-    labels: bool = False
     padding: int = 0
+    columns: tuple[str, ...] = COLUMNS[:4]
+    """The columns of a batch, as in `lakeckpt.reading.packed.packing.Packing`."""
 
     def __post_init__(self) -> None:
         if encoder_of(self.tokenizer) is None or "<" in maker_of(self.tokenizer):
@@ -121,7 +123,7 @@ class TokenSource(FlowSource):
     def empty(self, state: State) -> dict[str, Any]:
         """Return the columns of a batch without sequences."""
         tokenizing = self._tokenizing
-        return given(no_sequences(tokenizing.length, labels=tokenizing.labels), self.output)
+        return given(no_sequences(tokenizing.length, tokenizing.columns), self.output)
 
 
 def given(columns: Mapping[str, Any], output: str) -> dict[str, Any]:
@@ -129,12 +131,13 @@ def given(columns: Mapping[str, Any], output: str) -> dict[str, Any]:
     return {name: torch.from_numpy(one) if output == "torch" else one for name, one in columns.items()}
 
 
-def no_sequences(length: int, *, labels: bool, dtype: Any = np.int32) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns of a batch without sequences, whose tokens are of ``dtype``."""
-    kinds = {"tokens": dtype, "position_ids": np.int32, "document_ids": np.int32, "loss_mask": np.bool_}
-    if labels:
-        kinds["labels"] = np.int64
-    return {name: np.zeros((0, length), kind) for name, kind in kinds.items()}
+def no_sequences(length: int, columns: Sequence[str], *, dtype: Any = np.int32) -> dict[str, npt.NDArray[Any]]:
+    """Return the ``columns`` of a batch without sequences, whose tokens are of ``dtype``."""
+    kinds = {"tokens": dtype, "loss_mask": np.bool_, "labels": np.int64}
+    return {
+        name: np.zeros(1, np.int32) if name == "cu_seqlens" else np.zeros((0, length), kinds.get(name, np.int32))
+        for name in columns
+    }
 
 
 def _sequences(made: LaneBatch, tokenizing: Tokenizing) -> dict[str, npt.NDArray[Any]]:
@@ -155,11 +158,14 @@ def _sequences(made: LaneBatch, tokenizing: Tokenizing) -> dict[str, npt.NDArray
         "document_ids": (documents - documents[sequence]).astype(np.int32),
         "loss_mask": places < count,
     }
-    if tokenizing.labels:
+    if "labels" in tokenizing.columns:
         labels = np.full(rows * length, _NO_LABEL, np.int64)
         labels[:count] = np.concatenate([_labels(*piece) for piece in made.pieces])
         found["labels"] = labels
-    return {name: one.reshape(rows, length) for name, one in found.items()}
+    found = {name: one.reshape(rows, length) for name, one in found.items()}
+    begins = np.flatnonzero(found["position_ids"] == 0)
+    found["cu_seqlens"] = np.append(begins, rows * length).astype(np.int32)
+    return {name: found[name] for name in tokenizing.columns}
 
 
 def _labels(ids: Any, start: int, stop: int) -> npt.NDArray[np.int64]:

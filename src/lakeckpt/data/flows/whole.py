@@ -17,7 +17,8 @@ from lakeckpt.core.streams.lane_batches import LaneBatch
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.flows.tokens import given, no_sequences
 from lakeckpt.reading.columns.gather import cut, join_rows
-from lakeckpt.reading.packed.packing import Packing, dtype_of
+from lakeckpt.reading.packed.packing import Packing
+from lakeckpt.reading.packed.sequences import with_ends
 from lakeckpt.reading.packed.whole import COLUMN
 
 __all__ = ["WholeSource"]
@@ -49,15 +50,16 @@ class WholeSource(FlowSource):
 
     def stacked(self, made: LaneBatch) -> dict[str, Any] | None:
         """Return the sequences of a micro-batch; None where there are none."""
-        cuts: Any = [cut(window.columns(), start, stop, _as_it_is) for window, start, stop in _windows(made)]
+        names = self._packing.columns
+        cuts: Any = [cut(window.columns(names), start, stop, _as_it_is) for window, start, stop in _windows(made)]
         columns: Any = join_rows(cuts) if cuts else None
-        return None if columns is None else given(columns, self.output)
+        return None if columns is None else given(with_ends(columns), self.output)
 
     def empty(self, state: State) -> dict[str, Any]:
         """Return the columns of a batch without sequences."""
         packing = self._packing
-        dtype = dtype_of(self._table.schema.field(packing.column).type)
-        return given(no_sequences(packing.length, labels=packing.labels, dtype=dtype), self.output)
+        dtype = packing.dtype_in(self._table.schema)
+        return given(no_sequences(packing.length, packing.columns, dtype=dtype), self.output)
 
 
 def _windows(made: LaneBatch) -> Any:

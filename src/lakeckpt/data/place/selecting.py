@@ -26,7 +26,8 @@ from lakeckpt.progress import progress_bar
 from lakeckpt.reading.filters.count import count_rows
 from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
-from lakeckpt.reading.packed.packing import Packing, count_tokens
+from lakeckpt.reading.packed.packing import Packing
+from lakeckpt.reading.packed.token_counts import count_tokens
 
 __all__ = ["Selecting"]
 

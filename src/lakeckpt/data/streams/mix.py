@@ -26,7 +26,7 @@ from lakeckpt.data.transform import CarriedRows
 from lakeckpt.errors import ConfigError, SchemaError
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.table import Table
-from lakeckpt.reading.packed.packing import Packing, dtype_of
+from lakeckpt.reading.packed.packing import Packing
 from lakeckpt.reading.windows.decode import select_columns
 
 __all__ = ["MixedDataset", "MixedTable", "mix"]
@@ -153,14 +153,16 @@ class MixedDataset(BaseDataset):
             num_lanes=num_lanes,
         )
         self._progress = self._mixed
-        limit = None if memory_limit_bytes is None else max(1, memory_limit_bytes // len(every))
         self.sources = {
-            name: _table_of(one, where, SourcePlace(self._mixed, number), limit)
+            name: _table_of(one, where, SourcePlace(self._mixed, number))
             for number, ((name, one), where) in enumerate(zip(datasets.items(), pinned, strict=True))
         }
         """Name → the source that is read."""
         self._source = MixedSource(
-            mixing.names, [one.source for one in self.sources.values()], source_column=source_column
+            mixing.names,
+            [one.source for one in self.sources.values()],
+            source_column=source_column,
+            memory_limit_bytes=memory_limit_bytes,
         )
         self._carried = CarriedRows(looks=False)
 
@@ -200,9 +202,9 @@ class MixedDataset(BaseDataset):
         raise ConfigError("a mixture has no epoch to begin again: load a state, or make a new mixture")
 
 
-def _table_of(dataset: LakeDataset, pinned: Pinned, place: Any, limit: int | None) -> MixedTable:
+def _table_of(dataset: LakeDataset, pinned: Pinned, place: Any) -> MixedTable:
     """Return the source that ``dataset`` describes, which reads ``pinned``."""
-    options = replace(dataset.options, memory_limit_bytes=limit)
+    options = dataset.options
     source = BatchSource(
         pinned, output=dataset.output, options=options, transform=dataset._source.transform, row_wise=False
     )
@@ -275,8 +277,7 @@ def _delivered(one: LakeDataset) -> str:
     """Return what the tokens of a packed dataset are delivered as."""
     if one.packing is None:
         return ""
-    labels = "with" if one.packing.labels else "without"
-    return f"{dtype_of(one.table.schema.field(one.packing.column).type)} {labels} labels"
+    return f"{one.packing.dtype_in(one.table.schema)} as {', '.join(one.packing.columns)}"
 
 
 def _check_columns(pair: str, first: LakeDataset, other: LakeDataset) -> None:

@@ -19,7 +19,7 @@ import torch
 from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedReceipt, Part
 from lakeckpt.data.batch import Batch
 from lakeckpt.data.memory import Budget, budget_of
-from lakeckpt.data.source import BatchSource, Iterations
+from lakeckpt.data.source import BatchSource, Iterations, delivered
 from lakeckpt.errors import SchemaError
 from lakeckpt.reading.columns.gather import gather, new_array
 from lakeckpt.reading.columns.ragged import Ragged
@@ -65,22 +65,25 @@ class MixedSource(Iterations):
     """Makes what the loop gets of the assignments of a mixture. Not safe for use by several threads.
 
     ``source_column`` is the name under which a batch holds the number of each row's source; None: it holds none.
+    ``memory_limit_bytes`` is for all sources together.
     """
 
-    def __init__(self, names: Sequence[str], sources: Sequence[BatchSource], *, source_column: str | None) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        sources: Sequence[BatchSource],
+        *,
+        source_column: str | None,
+        memory_limit_bytes: int | None,
+    ) -> None:
         super().__init__()
+        self.memory_limit_bytes = memory_limit_bytes
         self._names, self._sources, self._source_column = tuple(names), tuple(sources), source_column
         self._budgets: dict[int, Budget] = {}
         """The memory that the sources share, by the lanes of their readers."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_budgets": {}}
-
-    @property
-    def memory_limit_bytes(self) -> int | None:
-        """The least limit that a source was given; None: none was."""
-        given = [one.memory_limit_bytes for one in self._sources if one.memory_limit_bytes is not None]
-        return min(given, default=None)
 
     @property
     def transform(self) -> tuple[Callable[..., Any] | None, ...]:
@@ -123,6 +126,7 @@ class MixedSource(Iterations):
         found = group.columns
         if len(group.orders) > 1:
             found = {name: _rows_of(one, start, start + len(order)) for name, one in found.items()}
+        found = delivered(found)
         if self._source_column is not None:
             if self._source_column in found:
                 raise SchemaError(

@@ -16,7 +16,7 @@ from lakeckpt.data.flows.arguments import tokenized, whole_documents
 from lakeckpt.data.flows.tokens import Tokenizing
 from lakeckpt.data.options import flag, one_of, positive
 from lakeckpt.errors import ConfigError, shown
-from lakeckpt.reading.packed.packing import Packing
+from lakeckpt.reading.packed.packing import COLUMNS, DTYPES, Packing
 
 __all__ = ["cumulative_lengths", "pack"]
 
@@ -34,6 +34,8 @@ def pack(
     labels: bool = False,
     mask_ends: bool = True,
     padding: int = 0,
+    columns: Sequence[str] | None = None,
+    dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None,
     tokenizer: Any = None,
     documents: Literal["cut", "whole"] = "cut",
     too_long: Literal["cut", "drop"] = "cut",
@@ -51,20 +53,29 @@ def pack(
     * ``document_ids``: int32, the number of a token's document within its sequence, counted from 0;
     * ``loss_mask``: bool, False for padding;
     * ``labels`` (with ``labels=True``): int64, the next token of the document, also where a sequence
-      or a lane cuts it; -100, torch's ``ignore_index``, for padding.
+      or a lane cuts it; -100, torch's ``ignore_index``, for padding;
+    * ``cu_seqlens`` (if ``columns`` names it): where the documents begin, if the sequences of the batch stand one after
+      another, and their end: int32, shape (documents + 1,), as ``flash_attn_varlen_func`` takes it. A sequence begins a
+      document, and padding counts as one.
 
     Args:
         dataset: a `LakeDataset` with a ``batch_size``. It is left as it is. Its ``columns`` do not count; its filter,
             transform (of packed batches) and options do.
         length: tokens of a sequence, at least 2.
-        column: the list column of integers that holds a document's tokens. Empty and null lists are documents without
-            tokens. A null token is refused, `NullValueError`, when its row group is read.
+        column: the column that holds a document's tokens: lists of integers, or with ``dtype`` their bytes. Empty rows
+            and nulls are documents without tokens. A null token is refused, `NullValueError`, when its row group is
+            read.
         before, after: tokens that are put before and after each document that has tokens, such as the ids of
             beginning and end of a text.
         labels: deliver ``labels``.
         mask_ends: the last token of a document has the label -100. False: its label is the next token of its sequence;
             of a sequence's last token, the first token of the document that follows in the row group, if any.
         padding: the token that fills up the last sequence of an epoch.
+        columns: which of the columns above a batch has, ``"tokens"`` among them. None: the first four, and ``labels``
+            with ``labels=True``. Fewer columns are read faster: varlen attention needs ``tokens`` and ``cu_seqlens``.
+        dtype: ``column`` is of bytes (binary, large or of fixed size), which are little-endian integers of this type.
+            They decode several times as fast as lists. Tokens come as int32 (uint16, int32) or int64 (uint32, int64). A
+            row that is no whole number of tokens is refused by file and row, `DataFileDamaged`, when it is read.
         tokenizer: a ``tokenizers.Tokenizer`` or a tokenizer of Hugging Face (whose ``encode`` gives the tokens, with
             those that it adds itself), or a function with a name, from a text to its tokens: a list, an array, or what
             has them as ``ids``. ``column`` is of texts then, whose tokens are made where they are read. A state has
@@ -86,11 +97,15 @@ def pack(
     batch has int32 tokens; ``mask_ends=False``, and a ``transform=`` of the dataset, are refused.
 
     Without one, how many tokens a row group has is read from its footer; data are read for it only where rows are
-    deleted or filtered, or the footer has no statistics. Raises `ConfigError`, `SchemaError`.
+    deleted or filtered, or the footer has no statistics. Of bytes, the integer column ``num_tokens`` of the table has
+    the tokens of each row, if there is one; else the bytes are read once. A run keeps the counts. Raises
+    `ConfigError`, `SchemaError`.
     """
     _check(dataset, length)
     one_of("documents", documents, ("cut", "whole"))
     one_of("too_long", too_long, ("cut", "drop"))
+    if dtype is not None:
+        one_of("dtype", dtype, DTYPES)
     if documents == "cut" and too_long == "drop":
         raise ConfigError('too_long="drop" is of whole documents: give documents="whole", too')
     packing = Packing(
@@ -98,7 +113,8 @@ def pack(
         length=length,
         before=_tokens("before", before),
         after=_tokens("after", after),
-        labels=flag("labels", labels),
+        columns=_columns(columns, labels=flag("labels", labels)),
+        dtype=dtype,
         masks_ends=flag("mask_ends", mask_ends),
         padding=_token(padding),
         whole=documents == "whole",
@@ -106,6 +122,8 @@ def pack(
     )
     if tokenizer is None and not packing.whole:
         return dataset._changed(columns=[column], packing=packing)
+    if tokenizer is not None and dtype is not None:
+        raise ConfigError("dtype= is of a column of bytes, and tokenizer= takes a column of texts: leave one out")
     name = 'documents="whole"' if packing.whole else "a tokenizer="
     if not mask_ends:
         raise ConfigError(f"with {name}, the last token of a document has no label: leave mask_ends=True")
@@ -139,9 +157,24 @@ def _tokenizing(packing: Packing, tokenizer: Any) -> Tokenizing:
         length=packing.length,
         before=packing.before,
         after=packing.after,
-        labels=packing.labels,
+        columns=packing.columns,
         padding=packing.padding,
     )
+
+
+def _columns(columns: Any, *, labels: bool) -> tuple[str, ...]:
+    """Return the names of a batch's columns, checked."""
+    if columns is None:
+        return COLUMNS[: 5 if labels else 4]
+    found = () if isinstance(columns, str) or not isinstance(columns, Iterable) else tuple(columns)
+    if "tokens" not in found or len(set(found)) < len(found) or not set(found) <= set(COLUMNS):
+        raise ConfigError(
+            f"columns takes a list of some of {', '.join(COLUMNS)}, each once, and 'tokens' among them, got "
+            f"{shown(columns)}"
+        )
+    if labels and "labels" not in found:
+        raise ConfigError(f"labels=True, and columns={list(found)} does not name 'labels': name it, or leave one out")
+    return found
 
 
 def _tokens(name: str, tokens: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ New: TypeAlias = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 def cut(columns: Mapping[str, Column[Array]], start: int, stop: int, make: Callable[[Array], Any]) -> dict[str, Any]:
     """Return rows [start, stop) of ``columns``, with ``make`` applied to every array of them.
 
-    A column may be anything whose slice [start:stop] is an array.
+    A column may be anything whose slice [start:stop] is a column.
     """
     # This runs for every column of every micro-batch, so plain arrays come first.
     return {
@@ -54,7 +54,7 @@ def _cut(column: Column[Array], start: int, stop: int, make: Callable[[Array], A
         )
     if isinstance(column, dict):
         return cut(column, start, stop, make)
-    return make(column[start:stop])
+    return map_column(column[start:stop], make)
 
 
 def new_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

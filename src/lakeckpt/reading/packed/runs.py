@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from lakeckpt.core.hashing import derive_key, permutation
 from lakeckpt.core.order import Fragment, Window
-from lakeckpt.reading.packed.packing import Documents
+from lakeckpt.reading.packed.documents import Documents
 from lakeckpt.reading.packed.sequences import NO_LABEL
 
-__all__ = ["DocumentRuns", "Part", "Runs", "part_of", "runs_of"]
+__all__ = ["DocumentRuns", "Part", "Runs", "cuts_of", "part_of", "runs_of"]
 
 Array = npt.NDArray[Any]
 Int64Array = npt.NDArray[np.int64]
@@ -42,33 +42,36 @@ class Part:
     """Where each document begins if it is not cut: less than 0 where it begins before the fragment."""
     rows: Int64Array
     """The row of each document in the row group."""
-    follows: Int64Array
-    """The label of the last token of each document within the fragment."""
+    follows: Int64Array | None
+    """The label of the last token of each document within the fragment; None: no labels are wanted."""
     goes_on: bool
     """True if the fragment cuts its last document, which goes on in the next window."""
 
 
-def part_of(whole: Documents, fragment: Fragment, *, masks_ends: bool) -> Part:
+def part_of(whole: Documents, fragment: Fragment, *, labels: bool, masks_ends: bool) -> Part:
     """Return the documents of a fragment, which is of the row group of ``whole``. They are cut at both ends."""
     tokens, ends = whole.tokens, whole.ends
     first = int(np.searchsorted(ends, fragment.start, side="right")) - 1
     last = int(np.searchsorted(ends, fragment.stop, side="left"))
     bounds = np.clip(ends[first : last + 1], fragment.start, fragment.stop)
-    follows = np.full(len(bounds) - 1, NO_LABEL, np.int64)
-    known = bounds[1:] < len(tokens)
-    follows[known] = tokens[bounds[1:][known]]
     is_end = bounds[1:] == ends[first + 1 : last + 1]
-    if masks_ends:
-        follows[is_end] = NO_LABEL
     return Part(
         group=fragment.group,
         tokens=tokens[fragment.start : fragment.stop],
         bounds=bounds - fragment.start,
         origins=ends[first:last] - fragment.start,
         rows=whole.rows[first:last],
-        follows=follows,
+        follows=_follows(tokens, bounds, is_end & masks_ends) if labels else None,
         goes_on=not is_end.all(),
     )
+
+
+def _follows(tokens: Array, bounds: Int64Array, is_masked: npt.NDArray[np.bool_]) -> Int64Array:
+    """Return the token after each document, unless it ``is_masked`` or none is known."""
+    follows = np.full(len(bounds) - 1, NO_LABEL, np.int64)
+    known = np.flatnonzero((bounds[1:] < len(tokens)) & ~is_masked)
+    follows[known] = tokens[bounds[1:][known]]
+    return follows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +137,7 @@ def runs_of(parts: Sequence[Part], window: Window, length: int) -> Runs:
     count = window.rows
     ends = np.cumsum(lengths[order])
     begins, total = ends - lengths[order], int(ends[-1]) if len(ends) else 0
-    cuts, document = _cuts(begins, np.arange(count) * length)
+    cuts, document = cuts_of(begins, np.arange(count) * length)
     inner = cuts - begins[document]
     sizes = np.diff(np.append(cuts, total))
     is_end = cuts + sizes == ends[document]
@@ -161,7 +164,7 @@ def _orders(window: Window, documents: int) -> tuple[Int64Array, Int64Array]:
     return permutation(window.key, documents), permutation(derive_key("sequences", *window.key), window.rows)
 
 
-def _cuts(begins: Int64Array, grid: Int64Array) -> tuple[Int64Array, Int64Array]:
+def cuts_of(begins: Int64Array, grid: Int64Array) -> tuple[Int64Array, Int64Array]:
     """Return where runs begin, ascending: where a document or a sequence does; and the document of each.
 
     Both are ascending, and no two documents begin at one place.

@@ -9,15 +9,15 @@ Nothing here reads rows or starts threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.reading.columns.ragged import Column
+from lakeckpt.reading.columns.ragged import Column, Ragged
 
-__all__ = ["NO_LABEL", "Sequences"]
+__all__ = ["NO_LABEL", "Sequences", "with_ends"]
 
 Array = npt.NDArray[Any]
 Int32Array = npt.NDArray[np.int32]
@@ -32,7 +32,7 @@ class _Made:
 
     __slots__ = ("_make",)
 
-    def __init__(self, make: Callable[[int, int], Array]) -> None:
+    def __init__(self, make: Callable[[int, int], Any]) -> None:
         self._make = make
 
     def __getitem__(self, rows: int | slice) -> Any:
@@ -80,15 +80,19 @@ class Sequences:
         arrays = (self._tokens, self._bounds, self._follows, self._firsts, self._numbers)
         return sum(one.nbytes for one in arrays if one is not None)
 
-    def columns(self) -> dict[str, Column[Array]]:
-        """Return the columns; all but ``tokens`` can only be cut."""
-        made = {
+    def columns(self, names: Sequence[str]) -> dict[str, Column[Array]]:
+        """Return the columns ``names``; all but ``tokens`` can only be cut. ``labels`` need ``follows``.
+
+        ``cu_seqlens`` has the lengths of the runs of each sequence: `with_ends` makes of it what is delivered.
+        """
+        made: dict[str, Callable[[int, int], Any]] = {
             "position_ids": self._position_ids,
             "document_ids": self._document_ids,
             "loss_mask": self._loss_mask,
-            **({} if self._follows is None else {"labels": self._labels}),
+            "labels": self._labels,
+            "cu_seqlens": self._lengths,
         }
-        return {"tokens": self._tokens, **{name: cast("Array", _Made(make)) for name, make in made.items()}}
+        return {name: self._tokens if name == "tokens" else cast("Array", _Made(made[name])) for name in names}
 
     def _runs(self, start: int, stop: int) -> _Runs:
         """Return the runs of sequences [start, stop)."""
@@ -131,6 +135,11 @@ class Sequences:
         self._pad(found, start, stop, value=NO_LABEL)
         return found
 
+    def _lengths(self, start: int, stop: int) -> Ragged[Array]:
+        """Return the lengths of the runs of each sequence."""
+        offsets = self._firsts[start : stop + 1] - self._firsts.item(start)
+        return Ragged(values=self._runs(start, stop).lengths.astype(np.int32), offsets=offsets)
+
     def _pad(self, found: Array, start: int, stop: int, *, value: int) -> None:
         """Set the padding of sequences [start, stop), if they have any, to ``value``."""
         if not len(self._paddings):
@@ -140,3 +149,17 @@ class Sequences:
         mine = self._paddings[first:last] - runs.first
         for begin, end in zip(runs.bounds[mine].tolist(), runs.bounds[mine + 1].tolist(), strict=True):
             flat[begin:end] = value
+
+
+def with_ends(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``columns`` of a batch with ``cu_seqlens`` as it is delivered, if they have it.
+
+    It says where the runs of documents begin among all tokens of the batch, and their end: int32, shape (runs + 1,).
+    The result is an array, also where the lengths of the runs are a tensor.
+    """
+    if "cu_seqlens" not in columns:
+        return dict(columns)
+    lengths = np.asarray(columns["cu_seqlens"].values)
+    ends = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=ends[1:])
+    return {**columns, "cu_seqlens": ends}

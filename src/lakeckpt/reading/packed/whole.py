@@ -26,8 +26,10 @@ import numpy.typing as npt
 from lakeckpt.core.hashing import derive_key, permutation
 from lakeckpt.core.order import Fragment, Window
 from lakeckpt.reading.columns.gather import copy_runs
-from lakeckpt.reading.packed.packing import Documents, Packing, documents_of, place_of
+from lakeckpt.reading.packed.documents import Documents, documents_of
+from lakeckpt.reading.packed.packing import Packing
 from lakeckpt.reading.packed.sequences import NO_LABEL, Sequences
+from lakeckpt.reading.packed.token_counts import place_of
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import Threads
 from lakeckpt.reading.windows.window import DecodedWindow

@@ -2,7 +2,8 @@
 
 `SequenceDecoder.decode` is a pure function of a layout and one of its windows. The tokens of the window's fragments are
 cut into documents, and these into the runs of its sequences (`lakeckpt.reading.packed.runs`). Every run is copied once
-to where it belongs. `SequenceDecoder.name` says which documents these are.
+to where it belongs. In order and without labels, the tokens stay where they are: one copy of the tokens of several row
+groups, none of one. `SequenceDecoder.name` says which documents these are.
 
 A window needs nothing of other windows. Its last sequence is padded only at the end of an epoch. A row group in which a
 window ends belongs to the next window, too, so it is decoded once for both. The threads are those of
@@ -25,9 +26,11 @@ from lakeckpt.core.order import Fragment, Window
 from lakeckpt.errors import DataFileChanged
 from lakeckpt.reading.columns.gather import copy_runs
 from lakeckpt.reading.filters.selection import RowSelection
-from lakeckpt.reading.packed.packing import Documents, Packing, documents_of, place_of
-from lakeckpt.reading.packed.runs import DocumentRuns, Part, Runs, part_of, runs_of
+from lakeckpt.reading.packed.documents import Documents, documents_of
+from lakeckpt.reading.packed.packing import Packing
+from lakeckpt.reading.packed.runs import DocumentRuns, Part, Runs, cuts_of, part_of, runs_of
 from lakeckpt.reading.packed.sequences import NO_LABEL, Sequences
+from lakeckpt.reading.packed.token_counts import NUM_TOKENS, place_of
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import Threads
 from lakeckpt.reading.windows.window import DecodedWindow
@@ -68,9 +71,12 @@ class SequenceDecoder:
         Raises as `RowGroupDecoder.decode`; `NullValueError` for a null token; `DataFileChanged` for another number of
         tokens than was counted.
         """
-        parts = self._parts(window)
-        found = self._sequences(parts, runs_of(parts, window, self._packing.length), window.rows)
-        return DecodedWindow(columns=found.columns(), table=None, size_bytes=found.size_bytes)
+        parts, packing = self._parts(window), self._packing
+        if window.key is None and not packing.labels:
+            found = self._in_order(parts, window.rows)
+        else:
+            found = self._sequences(parts, runs_of(parts, window, packing.length), window.rows)
+        return DecodedWindow(columns=found.columns(packing.columns), table=None, size_bytes=found.size_bytes)
 
     def name(self, window: Window) -> DocumentRuns:
         """Return which documents stand in the sequences of ``window``. Raises as `decode`."""
@@ -95,7 +101,7 @@ class SequenceDecoder:
 
     def _part(self, part: Fragment) -> Part:
         """Return the documents of tokens [start, stop) of a row group, cut at both ends."""
-        return part_of(self._whole(part), part, masks_ends=self._packing.masks_ends)
+        return part_of(self._whole(part), part, labels=self._packing.labels, masks_ends=self._packing.masks_ends)
 
     def _whole(self, part: Fragment) -> Documents:
         """Return the documents of a fragment's row group, decoded once for two windows that share it."""
@@ -130,8 +136,8 @@ class SequenceDecoder:
         if len(found.tokens) != counted:
             raise DataFileChanged(
                 f"row group {row_group} of {file!r} has {len(found.tokens)} tokens in {packing.column!r}, and "
-                f"{counted} were counted: its statistics count nulls otherwise than Parquet's definition, or the file "
-                "was changed. Write the file again"
+                f"{counted} were counted: its statistics count nulls otherwise than Parquet's definition, its column "
+                f"{NUM_TOKENS!r} has other numbers, or the file was changed. Write the file again"
             )
         return found
 
@@ -139,6 +145,20 @@ class SequenceDecoder:
         none = documents_of(self.rows.schema.empty_table(), self._packing, ("", 0))
         rows = none.rows
         return Part(group=0, tokens=none.tokens, bounds=none.ends, origins=rows, rows=rows, follows=rows, goes_on=False)
+
+    def _in_order(self, parts: list[Part], count: int) -> Sequences:
+        """Return the ``count`` sequences of the tokens of ``parts`` as they stand: a view of a single part."""
+        length, starts = self._packing.length, np.cumsum([0, *(len(part.tokens) for part in parts)])
+        begins = [part.bounds[:-1] + start for part, start in zip(parts, starts[:-1], strict=True)]
+        bounds, _ = cuts_of(np.concatenate(begins), np.arange(count) * length)
+        total, sources = int(starts[-1]), [part.tokens for part in parts]
+        paddings = np.arange(0)
+        if total < count * length:
+            paddings, bounds = np.array([len(bounds)]), np.append(bounds, total)
+            sources.append(np.full(count * length - total, self._packing.padding, sources[0].dtype))
+        tokens = np.concatenate(sources) if len(sources) > 1 else sources[0]
+        bounds = np.append(bounds, count * length)
+        return Sequences(tokens.reshape(count, length), bounds, paddings=paddings, follows=None)
 
     def _sequences(self, parts: list[Part], runs: Runs, count: int) -> Sequences:
         """Return the ``count`` sequences that ``runs`` make up."""
@@ -158,7 +178,8 @@ class SequenceDecoder:
 
     def _follows(self, tokens: Array, parts: list[Part], runs: Runs) -> Int64Array:
         """Return the label of the last token of each run: the next token of its document, else of its sequence."""
-        follows = np.append(np.concatenate([part.follows for part in parts]), NO_LABEL)[runs.documents]
+        known = [part.follows for part in parts if part.follows is not None]
+        follows = np.append(np.concatenate(known), NO_LABEL)[runs.documents]
         inside = np.flatnonzero(~runs.ends)
         for place, part in enumerate(parts):  # a document that the end of a sequence cuts
             mine = inside[runs.places[inside] == place]
