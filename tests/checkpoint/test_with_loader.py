@@ -17,7 +17,7 @@ from lakeckpt.checkpoint.persist.history import index_path, read_history
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.index import TableIndex
-from lakeckpt.tracking.readers import TrackedReader, readers_of
+from lakeckpt.tracking.readers import TrackedReader, reader_of
 from tests.checkpoint.rig import Counter, MemoryStorage, manager
 from tests.data.reading import dataset_of
 from tests.lakes import LakeSpec
@@ -41,7 +41,7 @@ def loader_of(lake: Path, *, workers: int = 0, **options: object) -> LakeLoader:
 
 
 def test_a_loader_is_a_tracked_reader(lake: Path) -> None:
-    assert isinstance(readers_of(loader_of(lake))[""], TrackedReader)
+    assert isinstance(reader_of(loader_of(lake)), TrackedReader)
 
 
 @pytest.mark.parametrize("crash_after", [1, 2, 3, 4, 7])

@@ -484,8 +484,7 @@ def test_what_ends_too_early_is_not_taken_for_the_end_of_the_epoch(
         def __init__(self, source: Any, assignments: Iterator[Any]) -> None:
             super().__init__(source, itertools.islice(assignments, 2))
 
-    monkeypatch.setattr("lakeckpt.data.dataset.Ahead", Short)
-    monkeypatch.setattr("lakeckpt.data.loader.Ahead", Short)
+    monkeypatch.setattr("lakeckpt.data.base_dataset.Ahead", Short)
     loader = loader_of(lake, batch_size=batch_size)
     for reads in (loader, loader.dataset):
         with pytest.raises(StateUnavailable, match="ended before step 2 of"):

@@ -163,10 +163,13 @@ class LakeDataset(BaseDataset):
         self._turns = WorkerTurns(self._source, self._progress, self._carried, row_wise=self.row_wise)
         self._read_ahead = ""
 
-    def _changed(self, **changes: Any) -> LakeDataset:
-        """Return a dataset that reads the same table from its start, with ``changes`` of what is `Pinned`."""
+    def _check_not_followed(self) -> None:
         if self.follow is not None:
             raise ConfigError("a table that is followed can be neither packed nor mixed: leave follow= out")
+
+    def _changed(self, **changes: Any) -> LakeDataset:
+        """Return a dataset that reads the same table from its start, with ``changes`` of what is `Pinned`."""
+        self._check_not_followed()
         made = object.__new__(LakeDataset)
         made.__dict__.update(self.__dict__)
         made.columns = changes.get("columns", self.columns)

@@ -256,6 +256,7 @@ class _Run:
         except CheckpointDamaged as error:
             yield _as_damage(manifest.save.register_path, error)
             return
+        meter.add(self._kept.size_of(manifest.save.register_path))
         for rank in range(manifest.world_size):
             path = manifest.save.part_path(rank)
             try:

@@ -219,6 +219,7 @@ def _check_source(name: Any, given: Any) -> None:
     if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], LakeDataset):
         raise ConfigError(f"source {name!r} must be (LakeDataset, weight), got {given!r:.80}")
     dataset = given[0]
+    dataset._check_not_followed()
     if dataset.yields_many:
         raise ConfigError(
             f'source {name!r} has a transform with rows="many", a tokenizer= or documents="whole", so its rows have no '

@@ -136,10 +136,10 @@ def pack(
 
 def _check(dataset: Any, length: Any) -> None:
     """Raise `ConfigError` where ``dataset`` cannot be packed into sequences of ``length`` tokens."""
-    if not isinstance(dataset, LakeDataset):
-        raise ConfigError(f"pack takes a lakeckpt.LakeDataset, got {type(dataset).__name__}")
     if hasattr(dataset, "sources"):
         raise ConfigError("pack takes one dataset, and this is a mixture: pack its sources, and mix them then")
+    if not isinstance(dataset, LakeDataset):
+        raise ConfigError(f"pack takes a lakeckpt.LakeDataset, got {type(dataset).__name__}")
     if dataset.yields_many:
         raise ConfigError('pack takes documents as rows of a table, and this dataset has a transform with rows="many"')
     if dataset.row_wise:
