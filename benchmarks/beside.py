@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 TABLES = ("tabular", "tokens", "images")
 CASES = [
     *(f"read {name}{how}" for name in TABLES for how in ("", ", shuffled")),
-    *(f"workers {name}" for name in TABLES),
+    *(f"workers {name}{how}" for name in TABLES for how in ("", ", shuffled")),
     "save",
     "capture",
 ]

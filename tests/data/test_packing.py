@@ -100,6 +100,18 @@ def test_what_is_one_object_stays_one_and_arrays_are_writable() -> None:
     assert found["deep"].left[0] == 7 and found["table"].receipt is RECEIPT
 
 
+def test_a_batch_of_tensors_crosses_with_its_columns_in_order_and_shared_ones_stay_one() -> None:
+    words = Ragged(values=torch.arange(6), offsets=torch.tensor([0, 2, 6]), kind="bytes")
+    columns = {"b": torch.zeros(2, 3), "words": words, "a": torch.arange(2), "turned": NUMBERS.view(4, 6).t()[:2]}
+    for left_out in ("turned", "words", "b"):
+        batch = Batch({name: one for name, one in columns.items() if name != left_out}, RECEIPT)
+        found = crossed(batch)
+        assert type(found) is Batch and list(found) == list(batch) and found.receipt is RECEIPT
+        assert all(same(batch[name], found[name]) for name in batch)
+    again = crossed(Batch({"x": NUMBERS, "y": NUMBERS}, RECEIPT))
+    assert again["x"] is again["y"]
+
+
 def test_the_receipt_is_the_loops_own_wherever_it_is_held() -> None:
     found = crossed({"whose": RECEIPT, "deep": Pair(RECEIPT, None), "of": Batch({}, RECEIPT)})
     assert found["whose"] is found["deep"].left is found["of"].receipt is RECEIPT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 
 import torch
 
@@ -69,3 +70,21 @@ def test_a_slot_memory_gives_its_descriptor_and_its_addresses_back() -> None:
     except OSError:
         return
     raise AssertionError("its descriptor is open")
+
+
+def test_batches_of_different_sizes_use_the_same_memory_again() -> None:
+    memory, sizes = SlotMemory.make(), sizes_of_images(2000)
+    slots, in_flight = Slots(memory, spare_bytes=1 << 30), deque[int]()
+    for size in sizes:
+        offset = slots.take(size)
+        memory.lease(offset, size)[:] = 1
+        in_flight.append(offset)
+        if len(in_flight) > 6:
+            slots.free([in_flight.popleft()])
+    assert os.fstat(memory.descriptor).st_blocks * 512 <= 14 * max(sizes)  # 7 are in flight
+    memory.close()
+
+
+def sizes_of_images(count: int) -> list[int]:
+    """Sizes of micro-batches of images: from 200 to 300 KB."""
+    return [200_000 + 7919 * number**2 % 100_000 for number in range(count)]

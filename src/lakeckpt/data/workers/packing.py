@@ -5,7 +5,8 @@ and the pickle holds its dtype, its shape and where it lies. `Packed.copy_to` co
 slab, and the pickle behind them. `unpack` unpickles the value, whose tensors and arrays are views of the slab. Our own
 process wrote the pickle, so unpickling it is safe.
 
-All that is no leaf costs what pickling costs. An array that is in a value twice stays one array; arrays that only
+A `Batch` of tensors crosses as one list of leaves, because it may have hundreds of columns. All else that is no leaf
+costs what pickling costs. An array that is in a value twice stays one array; arrays that only
 overlap do not overlap any more. The module knows no process, starts no threads, and never writes to what it is given.
 """
 
@@ -23,7 +24,9 @@ import pyarrow as pa
 import torch
 
 from lakeckpt.core.receipts import Receipt
+from lakeckpt.data.batch import Batch
 from lakeckpt.data.workers.slots import ALIGNMENT
+from lakeckpt.reading.columns.ragged import Ragged, trusted
 
 __all__ = ["Packed", "pack", "unpack"]
 
@@ -92,6 +95,8 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
+        if kind is Batch:
+            return self._batch(value)
         if kind is torch.Tensor:
             return self._tensor(value) if _is_plain(value) else NotImplemented
         if kind is np.ndarray:
@@ -101,6 +106,20 @@ class _Pickler(pickle.Pickler):
         if value is self._receipt:
             return _Leaves.receipt, ()
         return NotImplemented
+
+    def _batch(self, batch: Batch) -> Any:
+        """Take all columns out of a batch of plain tensors; any other batch is pickled column by column."""
+        columns = [(name, *_tensors_of(one)) for name, one in batch.items()]
+        tensors = [tensor for _, _, column in columns for tensor in column]
+        are_plain = all(type(one) is torch.Tensor and one.is_contiguous() and _is_plain(one) for one in tensors)
+        if not are_plain or len(set(map(id, tensors))) < len(tensors):
+            return NotImplemented
+        add = self._packed.add
+        leaves = [
+            (name, kind, [(add(one.data_ptr(), one.nbytes, one), one.dtype, tuple(one.shape)) for one in column])
+            for name, kind, column in columns
+        ]
+        return _Leaves.batch, (leaves, batch.__dict__.get("receipt"))
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         strides = None
@@ -133,7 +152,14 @@ class _Leaves:
         self.slab: npt.NDArray[np.uint8] = slab.numpy() if isinstance(slab, torch.Tensor) else slab
         self._receipt = receipt
 
-    def tensor(self, at: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Any:
+    def batch(self, columns: list[tuple[str, str, list[tuple[int, Any, Any]]]], receipt: Receipt | None) -> Batch:
+        found = {}
+        for name, kind, leaves in columns:
+            tensors = [self.tensor(*one) for one in leaves]
+            found[name] = trusted(tensors[0], tensors[1], kind, {}) if kind else tensors[0]
+        return Batch(found, receipt)
+
+    def tensor(self, at: int, dtype: torch.dtype, shape: tuple[int, ...], strides: Any = None) -> Any:
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=dtype)
@@ -177,6 +203,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.device == _CPU
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
+
+
+def _tensors_of(column: Any) -> tuple[str, tuple[Any, ...]]:
+    """Return the kind of a `Ragged` column, or "", and its arrays; any other column as it is."""
+    if type(column) is Ragged and not column.masks:
+        return column.kind, (column.values, column.offsets)
+    return "", (column,)
 
 
 def _is_flat(array: npt.NDArray[Any]) -> bool:

@@ -16,6 +16,7 @@ written again. The module starts no threads.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import mmap
@@ -36,6 +37,8 @@ ALIGNMENT = 64
 """Columns begin at multiples of this many bytes."""
 
 _LEAST_SPARE = 4
+_MOST_ROOM = 2
+"""A slot is at most so many times as large as the micro-batch in it."""
 _LEAST_BYTES = 1 << 30
 _MOST_BYTES = 1 << 42
 _PAGE = mmap.PAGESIZE
@@ -156,19 +159,23 @@ class _Lease:
 class Slots:
     """The worker's side: the parts of ``memory`` that are free to write to.
 
-    Sizes are rounded up by an eighth at most, so that a slot serves micro-batches of about the same size. Free slots of
-    ``spare_bytes`` together (and four at least) keep their memory. The last slot that became free is used first.
+    A micro-batch takes the smallest free slot that keeps its memory and has room for it, up to twice as large as
+    needed; of slots of one size, the one that became free last. So batches of rows of different sizes use the same
+    memory again and again. Free slots of ``spare_bytes`` together (and four at least) keep their memory.
     """
 
     def __init__(self, memory: SlotMemory, *, spare_bytes: int) -> None:
         self._memory, self._spare_bytes = memory, spare_bytes
         self._sizes: dict[int, int] = {}
         """The size of each slot, by its offset."""
-        self._free: dict[int, list[int]] = {}
-        """The free slots of each size."""
-        self._spare: OrderedDict[int, int] = OrderedDict()
-        """The sizes of the free slots that keep their memory; the slot that became free first is the first."""
-        self._spare_size = self._top = 0
+        self._spare: OrderedDict[int, tuple[int, int, int]] = OrderedDict()
+        """The free slots that keep their memory, by offset: (size, a number that falls, offset). The slot that became
+        free first is the first."""
+        self._by_size: list[tuple[int, int, int]] = []
+        """The same slots, in order."""
+        self._empty: dict[int, list[int]] = {}
+        """The free slots without memory, by size."""
+        self._spare_size = self._top = self._freed = 0
 
     def take(self, size_bytes: int) -> int:
         """Return the offset of a slot of at least ``size_bytes``, which is the caller's to write to.
@@ -176,14 +183,17 @@ class Slots:
         MemoryError where the system has no memory for it.
         """
         size = _rounded(size_bytes)
-        free = self._free.setdefault(size, [])
-        offset = free[-1] if free else self._top
-        if offset in self._spare:
-            self._spare_size -= self._spare.pop(offset)
-        else:
-            self._allocate(offset, size)
-        if free:
-            free.pop()
+        at = bisect.bisect_left(self._by_size, (size,))
+        if at < len(self._by_size) and self._by_size[at][0] <= _MOST_ROOM * size:
+            size, _, offset = self._by_size.pop(at)
+            self._spare_size -= size
+            del self._spare[offset]
+            return offset
+        empty = self._empty.get(size)
+        offset = empty[-1] if empty else self._top
+        self._allocate(offset, size)
+        if empty:
+            empty.pop()
         else:
             self._top += size
             self._sizes[offset] = size
@@ -192,13 +202,17 @@ class Slots:
     def free(self, offsets: Iterable[int]) -> None:
         """Take slots back that nobody sees any more."""
         for offset in offsets:
-            size = self._spare[offset] = self._sizes[offset]
-            self._free[size].append(offset)
-            self._spare_size += size
+            self._freed -= 1
+            slot = self._spare[offset] = (self._sizes[offset], self._freed, offset)
+            bisect.insort(self._by_size, slot)
+            self._spare_size += slot[0]
         while self._spare_size > self._spare_bytes and len(self._spare) > _LEAST_SPARE:
-            offset, size = self._spare.popitem(last=False)
+            offset, slot = self._spare.popitem(last=False)
+            self._by_size.remove(slot)
+            size = slot[0]
             self._memory.punch(offset, size)
             self._spare_size -= size
+            self._empty.setdefault(size, []).append(offset)
 
     def _allocate(self, offset: int, size: int) -> None:
         if offset + size > self._memory.size_bytes:
