@@ -130,9 +130,11 @@ LOWEST_CHECKPOINTS := test_one_rank.py test_tensor_file.py test_records.py test_
     test_sharded.py test_load_objects.py test_golden_runs.py test_rows.py test_versions.py test_wholes.py test_flows.py \
     test_commit.py interop
 
+# Without property-based tests, which run with the pinned versions in `make test` and `make test-soak`.
 test-lowest: $(VENV)/lowest/made  ## the README's script and the tests below with the lowest versions that are declared
-	HYPOTHESIS_PROFILE=lowest $(VENV)/lowest/bin/python -m pytest -n $$((2 * $(JOBS))) --dist worksteal 'tests/docs/test_code_blocks.py::test_every_code_block_runs[README.md]' tests/test_versions.py tests/core \
-	    tests/wire tests/reading tests/lake tests/data $(addprefix tests/checkpoint/,$(LOWEST_CHECKPOINTS)) $(ARGS)
+	$(VENV)/lowest/bin/python -m pytest -n $$((2 * $(JOBS))) --dist worksteal -m "not (hypothesis or soak or system or gpu)" \
+	    'tests/docs/test_code_blocks.py::test_every_code_block_runs[README.md]' tests/test_versions.py tests/core tests/wire \
+	    tests/reading tests/lake tests/data $(addprefix tests/checkpoint/,$(LOWEST_CHECKPOINTS)) $(ARGS)
 
 test-newest: $(VENV)/newest/made  ## data, tracking and checkpoints with the newest versions (not in CI: it depends on the day)
 	$(VENV)/newest/bin/python -m pytest -n $(JOBS) --dist worksteal tests/data tests/tracking tests/checkpoint $(ARGS)

@@ -37,7 +37,6 @@ settings.register_profile(
     suppress_health_check=_CHECKS,
 )
 settings.register_profile("soak", settings.get_profile("default"), derandomize=False, max_examples=40)
-settings.register_profile("lowest", settings.get_profile("default"), max_examples=5)
 settings.register_profile("mutants", settings.get_profile("default"), max_examples=60)
 settings.register_profile("nightly", settings.get_profile("soak"), max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "default")

@@ -110,6 +110,10 @@ def test_a_batch_of_tensors_crosses_with_its_columns_in_order_and_shared_ones_st
         assert all(same(batch[name], found[name]) for name in batch)
     again = crossed(Batch({"x": NUMBERS, "y": NUMBERS}, RECEIPT))
     assert again["x"] is again["y"]
+    batch, inside = crossed((Batch({"x": NUMBERS}, RECEIPT), NUMBERS))
+    assert batch["x"] is inside
+    sparse = crossed(Batch({"x": NUMBERS, "sparse": torch.eye(3).to_sparse()}, RECEIPT))
+    assert same(torch.eye(3).to_sparse(), sparse["sparse"]) and same(NUMBERS, sparse["x"])
 
 
 def test_the_receipt_is_the_loops_own_wherever_it_is_held() -> None:

@@ -5,9 +5,9 @@ and the pickle holds its dtype, its shape and where it lies. `Packed.copy_to` co
 slab, and the pickle behind them. `unpack` unpickles the value, whose tensors and arrays are views of the slab. Our own
 process wrote the pickle, so unpickling it is safe.
 
-A `Batch` of tensors crosses as one list of leaves, because it may have hundreds of columns. All else that is no leaf
-costs what pickling costs. An array that is in a value twice stays one array; arrays that only
-overlap do not overlap any more. The module knows no process, starts no threads, and never writes to what it is given.
+A value that is a `Batch` of tensors crosses as one list of leaves, because it may have hundreds of columns. All else
+that is no leaf costs what pickling costs. An array that is in a value twice stays one array; arrays that only overlap
+do not overlap any more. The module knows no process, starts no threads, and never writes to what it is given.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Packed:
 def pack(value: Any, receipt: Receipt | None) -> Packed:
     """Take ``value`` apart; ``receipt`` is known at the other end, None: none is. Raises what pickling raises."""
     packed, file = Packed(), io.BytesIO()
-    _Pickler(file, packed, receipt).dump(value)
+    _Pickler(file, packed, receipt, value).dump(value)
     packed.add_pickle(file.getvalue())
     return packed
 
@@ -89,13 +89,13 @@ def unpack(slab: npt.NDArray[np.uint8] | torch.Tensor, pickle_at: int, receipt: 
 class _Pickler(pickle.Pickler):
     """Pickles a value; a leaf becomes a call of the method of `_Leaves` that finds it again."""
 
-    def __init__(self, file: io.BytesIO, packed: Packed, receipt: Receipt | None) -> None:
+    def __init__(self, file: io.BytesIO, packed: Packed, receipt: Receipt | None, whole: Any) -> None:
         super().__init__(file, _PROTOCOL)
-        self._packed, self._receipt = packed, receipt
+        self._packed, self._receipt, self._whole = packed, receipt, whole
 
     def reducer_override(self, value: Any) -> Any:
         kind = type(value)
-        if kind is Batch:
+        if kind is Batch and value is self._whole:  # a batch within a value may share tensors with the rest of it
             return self._batch(value)
         if kind is torch.Tensor:
             return self._tensor(value) if _is_plain(value) else NotImplemented
@@ -111,7 +111,7 @@ class _Pickler(pickle.Pickler):
         """Take all columns out of a batch of plain tensors; any other batch is pickled column by column."""
         columns = [(name, *_tensors_of(one)) for name, one in batch.items()]
         tensors = [tensor for _, _, column in columns for tensor in column]
-        are_plain = all(type(one) is torch.Tensor and one.is_contiguous() and _is_plain(one) for one in tensors)
+        are_plain = all(type(one) is torch.Tensor and _is_plain(one) and one.is_contiguous() for one in tensors)
         if not are_plain or len(set(map(id, tensors))) < len(tensors):
             return NotImplemented
         add = self._packed.add

@@ -37,8 +37,8 @@ ALIGNMENT = 64
 """Columns begin at multiples of this many bytes."""
 
 _LEAST_SPARE = 4
-_MOST_ROOM = 2
-"""A slot is at most so many times as large as the micro-batch in it."""
+_MOST_ROOM = 1.5
+"""A slot is at most about so many times as large as the micro-batch in it: the memory limit counts micro-batches."""
 _LEAST_BYTES = 1 << 30
 _MOST_BYTES = 1 << 42
 _PAGE = mmap.PAGESIZE
@@ -159,9 +159,9 @@ class _Lease:
 class Slots:
     """The worker's side: the parts of ``memory`` that are free to write to.
 
-    A micro-batch takes the smallest free slot that keeps its memory and has room for it, up to twice as large as
-    needed; of slots of one size, the one that became free last. So batches of rows of different sizes use the same
-    memory again and again. Free slots of ``spare_bytes`` together (and four at least) keep their memory.
+    A micro-batch takes the smallest free slot that keeps its memory and has room for it, up to half as large
+    again as needed; of slots of one size, the one that became free last. So batches of rows of different sizes use the
+    same memory again and again. Free slots of ``spare_bytes`` together (and four at least) keep their memory.
     """
 
     def __init__(self, memory: SlotMemory, *, spare_bytes: int) -> None:
