@@ -5,7 +5,7 @@ It also makes lists of str of columns of text, and moves or pins the tensors of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from lakeckpt.core.receipts import Receipt
@@ -13,7 +13,22 @@ from lakeckpt.data.base.torch_private import collate, default_collate_fn_map, pi
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.columns.ragged import Ragged
 
-__all__ = ["Batch", "checked_number_column", "is_text", "moved", "numbered", "pinned", "texts"]
+__all__ = [
+    "Batch",
+    "Received",
+    "Stage",
+    "checked_number_column",
+    "is_text",
+    "moved",
+    "numbered",
+    "pinned",
+    "texts",
+]
+
+Received = tuple[Receipt, Any]
+"""The receipt of a batch, and the batch."""
+Stage = Callable[[Iterator[Received]], Iterator[Received]]
+"""Passes batches on to the training loop, in order; it may hold some back."""
 
 
 class Batch(dict[str, Any]):

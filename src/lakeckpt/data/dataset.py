@@ -139,7 +139,7 @@ class LakeDataset(BaseDataset):
                 raise ConfigError("consumed= names rows of the first epoch, and an endless stream has no epochs")
             table = rest_of_first_epoch(table, consumed)
         if self.yields_many:
-            check_flow(self, rows, endless=endless, drops=drop_last, begun=consumed is not None)
+            check_flow(self, self.options, rows, endless=endless, drops=drop_last, begun=consumed is not None)
         kind: Tail = "drop" if flag("drop_last", drop_last) else "short" if self.follow is None else "carry"
         pinned = Pinned(
             table=table,
@@ -154,7 +154,7 @@ class LakeDataset(BaseDataset):
 
     def _read(self, pinned: Pinned, transform: Any) -> None:
         """Begin to read ``pinned`` from its start."""
-        self._source, self._progress = parts_of(self, pinned, transform)
+        self._source, self._progress = parts_of(self, self.options, pinned, transform)
         self._versions = Versions(pinned, self._source, self._progress, self.options, follow=self.follow)
         if pinned.table.index.rest is not None:
             self._versions.read_rest()
@@ -174,6 +174,20 @@ class LakeDataset(BaseDataset):
         made.__dict__.update(self.__dict__)
         made.columns = changes.get("columns", self.columns)
         made._read(replace(self._versions.at_hand, **changes), self._source.transform)
+        return made
+
+    def _as_flow(self, pinned: Pinned, transform: Any, name: str) -> LakeDataset:
+        """Return a dataset that reads ``pinned`` from its start, and yields any number of rows of each row of it.
+
+        Raises `ConfigError` if the arguments of this dataset do not go with that; ``name`` says what the user wrote.
+        """
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.has_transform = made.yields_many = True
+        drops, begun = pinned.tail == "drop", pinned.table.index.rest is not None
+        check_flow(made, self.options, "many", endless=pinned.endless, drops=drops, begun=begun, name=name)
+        made.columns = pinned.columns
+        made._read(pinned, transform)
         return made
 
     @property
@@ -261,7 +275,7 @@ class LakeDataset(BaseDataset):
         self._read_ahead = check_dealers((rank, world_size), at_start=self._progress.at_start)
         if worker is not None:
             self._versions.check_worker()
-            check_no_workers(self)
+            check_no_workers(self.yields_many)
             return Items(
                 self._turns.iterate(
                     self._shared,
@@ -275,7 +289,7 @@ class LakeDataset(BaseDataset):
         return self._read_here()
 
     def _reading(self, rank: int) -> Iterator[Any]:
-        feed = feed_of(self, rank)
+        feed = feed_of(self._source, self._progress, rank)
         return super()._reading(rank) if feed is None else feed.in_process()
 
     # --- state

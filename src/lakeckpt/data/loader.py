@@ -23,7 +23,7 @@ from lakeckpt.core.identity import Identity
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
 from lakeckpt.data.base_dataset import BaseDataset, shown_loader
-from lakeckpt.data.batch import checked_number_column, numbered, pinned
+from lakeckpt.data.batch import Received, Stage, checked_number_column, numbered, pinned
 from lakeckpt.data.counting import Counting
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.flows.arguments import feed_of
@@ -38,7 +38,6 @@ from lakeckpt.data.foreign.frameworks import (
 from lakeckpt.data.options import check_only_reader, flag, optional, refuse, whole
 from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.reader import LoaderReader, MixtureReader
-from lakeckpt.data.prefetch import Stage
 from lakeckpt.data.source import Items, gives
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.data.workers.pool import Workers
@@ -138,7 +137,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._workers: Workers | None = None
         self._workers_started: tuple[str, int] = "", 0
         """(digest of the table version that they read, process that started them)."""
-        self._early: tuple[Any, Iterator[tuple[Receipt, Any]]] | None = None
+        self._early: tuple[Any, Iterator[Received]] | None = None
         self._waiting: int | None = None
         """The newest iteration."""
         self._follows: int | None = None
@@ -236,7 +235,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self.dataset._move()
         self._settle()
 
-    def _begun(self) -> tuple[Any, Iterator[tuple[Receipt, Any]]]:
+    def _begun(self) -> tuple[Any, Iterator[Received]]:
         """Return the place where the next iteration begins, and what it will deliver, which is read from now on."""
         self._seed_workers(rank := self.topology[0])
         return self._place(), self._found(rank)
@@ -251,11 +250,12 @@ class LakeLoader(Prepared, DataLoader[Any]):
             word, _ = derive_key("workers", self._progress.seed, place.epoch, place.step, rank)
             self._own_generator.manual_seed(word >> 1)
 
-    def _found(self, rank: int) -> Iterator[tuple[Receipt, Any]]:
+    def _found(self, rank: int) -> Iterator[Received]:
         """Return what is left of the epoch, which is read ahead from now on."""
-        found: Iterator[tuple[Receipt, Any]]
+        found: Iterator[Received]
         if self.num_workers:
-            feed, progress = feed_of(self.dataset, rank), self._progress
+            progress = self._progress
+            feed = feed_of(self.dataset._source, progress, rank)
             read = self._counting.reads(self._started()).read
             beginning = Beginning(state=progress.state, rank=rank)
             found = (
@@ -292,7 +292,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._workers, self._workers_started = workers, started
         return workers
 
-    def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]], stage: Stage | None) -> Generator[Any]:
+    def _deliver(self, iteration: int, found: Iterator[Received], stage: Stage | None) -> Generator[Any]:
         progress = self._progress
         if iteration == self._follows:
             self._settle()
@@ -301,7 +301,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         progress.check(iteration)
         step, replanned = progress.state.step, progress.replanned
         found = found if stage is None else stage(found)
-        counters = self._counting.begin(self)
+        counters = self._counting.begin(self.dataset)
         while (pulled := counters.pull(found)) is not None:
             receipt, batch = pulled
             self.dataset._carried.check(batch, receipt)
