@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from lakeckpt.checkpoint.ledger.documents import Documents
+from lakeckpt.checkpoint.ledger.documents import DocumentFinder
 from lakeckpt.checkpoint.ledger.explain import MicroBatch, RankRows, ReaderStep, StepExplained, explain
 from lakeckpt.cli.output import TextTable, format_count, format_rows, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run, options_of
@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _documents(args: argparse.Namespace) -> Documents:
+def _documents(args: argparse.Namespace) -> DocumentFinder:
     with progress_bar("footers", show=not args.json) as progress:
         table = open_table(args.table, storage_options=options_of(args.table_options), progress=progress)
     before, after = _tokens("--before", args.before), _tokens("--after", args.after)
-    return Documents(table, column=args.column, before=before, after=after, reader=args.reader)
+    return DocumentFinder(table, column=args.column, before=before, after=after, reader=args.reader)
 
 
 def _tokens(option: str, text: str) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from typing import Literal
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing.attempts import Attempt, Topology, TopologyLike, count, script
-from lakeckpt.testing.job import Job, MakeLoader, Saved, Step
+from lakeckpt.testing.job import Job, MakeLoader, SavedStates, Step
 from lakeckpt.testing.observed import Observed, Violation
 from lakeckpt.testing.packed_laws import PackedDocuments
 from lakeckpt.testing.receipt_laws import TrueRows
@@ -152,7 +152,7 @@ class _Law:
 
     # --- jobs
 
-    def _job(self, topology: Topology, saved: Saved | None, observed: Observed) -> Job:
+    def _job(self, topology: Topology, saved: SavedStates | None, observed: Observed) -> Job:
         return Job(self._make_loader, topology, saved, observed, key=self._key, truth=self._truth)
 
     def _take(self, job: Job, steps: int) -> list[Step]:
@@ -259,9 +259,9 @@ class _Law:
         same = one.world_size == other.world_size and dict(one.options) == dict(other.options)
         return same and (self._in_order or one.num_workers == other.num_workers)
 
-    def _saves(self, topology: Topology) -> tuple[list[tuple[Saved, Observed]], list[Step]]:
+    def _saves(self, topology: Topology) -> tuple[list[tuple[SavedStates, Observed]], list[Step]]:
         """Return (what was saved, what had been consumed) before each step and after the last, and the steps."""
-        saves: list[tuple[Saved, Observed]] = []
+        saves: list[tuple[SavedStates, Observed]] = []
         steps: list[Step] = []
         history = [Attempt(topology=topology)]
 
@@ -284,7 +284,7 @@ class _Law:
         self.hold(history, run)
         return saves, steps
 
-    def _rest(self, topology: Topology, saved: Saved, observed: Observed, expected: list[Step] | None) -> None:
+    def _rest(self, topology: Topology, saved: SavedStates, observed: Observed, expected: list[Step] | None) -> None:
         job = self._job(topology, saved, observed.copy())
         try:
             found = self._finish(job)

@@ -6,7 +6,7 @@ shuffling, positions are table rows. Rows that the pinned version deletes are no
 only the selected rows are counted.
 
 Positions of packed sequences are not taken to table rows: which documents stand in a sequence depends on their lengths,
-which only the table has. `Order.tokens_of` names the tokens of the windows that hold the sequences.
+which only the table has. `RowOrder.tokens_of` names the tokens of the windows that hold the sequences.
 
 The module never reads storage, never imports torch, and starts no threads.
 """
@@ -27,7 +27,7 @@ from lakeckpt.core.plan import LayoutKey
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.reading.filters.selection import RowSelection
 
-__all__ = ["GroupRows", "Order", "name_rows", "order_name"]
+__all__ = ["GroupRows", "RowOrder", "name_rows", "order_name"]
 
 Int64Array = npt.NDArray[np.int64]
 _LAYOUTS = 4
@@ -74,7 +74,7 @@ class GroupRows:
         }
 
 
-class Order:
+class RowOrder:
     """The orders of a pinned table's rows, of all epochs and layouts. It caches the last few layouts.
 
     With a ``selection``, they are orders of the rows that it keeps. ``ValueError`` if it belongs to another table.
@@ -204,7 +204,7 @@ def _runs(ascending: Int64Array) -> Intervals:
     return Intervals(ascending[firsts], ascending[lasts] + 1)
 
 
-def name_rows(order: Order, rows: Intervals) -> Sequence[GroupRows]:
+def name_rows(order: RowOrder, rows: Intervals) -> Sequence[GroupRows]:
     """Return table rows by file and row group, in the order of the table."""
     named: list[GroupRows] = []
     at = int(rows.starts[0]) if rows else -1

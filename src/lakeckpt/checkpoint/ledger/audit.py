@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from lakeckpt.checkpoint.consumed.rows import Order
+from lakeckpt.checkpoint.consumed.rows import RowOrder
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.ledger.account import account
 from lakeckpt.checkpoint.ledger.indexes import orders_of
@@ -68,7 +68,7 @@ def read_run(storage: Storage, *, tip: int | None = None, progress: Progress | N
     return history
 
 
-def audit_history(history: History, orders: Mapping[str, Order], *, progress: Progress | None = None) -> AuditReport:
+def audit_history(history: History, orders: Mapping[str, RowOrder], *, progress: Progress | None = None) -> AuditReport:
     """Audit a history; ``orders`` are the orders of its tables (`lakeckpt.checkpoint.ledger.indexes.orders_of`), and
     ``progress`` counts the records of readers."""
     doubts, notes = _doubts(history)

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.checkpoint.consumed.rows import GroupRows, Order, name_rows, order_name
+from lakeckpt.checkpoint.consumed.rows import GroupRows, RowOrder, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.audit import read_run
-from lakeckpt.checkpoint.ledger.documents import Documents, DocumentTokens
+from lakeckpt.checkpoint.ledger.documents import DocumentFinder, DocumentTokens
 from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.ledger.records import SourceRecord, readers_in
 from lakeckpt.checkpoint.ledger.report import plain_of
@@ -81,7 +81,7 @@ class ReaderStep:
     world_size: int
     epochs: tuple[int, ...]
     ranks: tuple[RankRows, ...]
-    order: Order = field(repr=False, compare=False)
+    order: RowOrder = field(repr=False, compare=False)
 
     @property
     def rows(self) -> int:
@@ -139,13 +139,14 @@ def explain(
     *,
     tip: int | None = None,
     ranks: Collection[int] | None = None,
-    documents: Documents | None = None,
+    documents: DocumentFinder | None = None,
 ) -> StepExplained:
     """Return the rows of optimizer step ``step`` (from 1) of the run at ``storage``, for all ranks or for ``ranks``.
 
     The history is that of the newest checkpoint, or of the checkpoint in slot ``tip``. ``documents`` names those that
     stand in packed sequences. Raises `CheckpointNotFound` if the history does not have the step, `CheckpointDamaged` if
-    the record or the index cannot be read, `ConfigError` for a rank that does not exist, and what `Documents.of` does.
+    the record or the index cannot be read, `ConfigError` for a rank that does not exist, and what `DocumentFinder.of`
+    does.
     """
     history = read_run(storage, tip=tip)
     return explain_history(history, orders_of(storage, history), step, ranks=ranks, documents=documents)
@@ -153,11 +154,11 @@ def explain(
 
 def explain_history(
     history: History,
-    orders: Mapping[str, Order],
+    orders: Mapping[str, RowOrder],
     step: int,
     *,
     ranks: Collection[int] | None = None,
-    documents: Documents | None = None,
+    documents: DocumentFinder | None = None,
 ) -> StepExplained:
     """Explain a step as `explain` does, from a history and the orders of its tables."""
     manifest = _holder(history, step)
@@ -216,7 +217,7 @@ def _packed_one(explainers: Sequence[_Explainer], name: str | None) -> _Explaine
 class _Explainer:
     """One reader in one manifest."""
 
-    def __init__(self, manifest: Manifest, name: str, record: SourceRecord, orders: Mapping[str, Order]) -> None:
+    def __init__(self, manifest: Manifest, name: str, record: SourceRecord, orders: Mapping[str, RowOrder]) -> None:
         self._manifest = manifest
         self.name = name
         self._record = record
@@ -228,7 +229,7 @@ class _Explainer:
         self._identity = record.state.identity
         self.is_packed = self._identity.unit > 1
         self._orders = orders
-        self.documents: Documents | None = None
+        self.documents: DocumentFinder | None = None
         self._pairs = [(one.begin, one.end) for one in record.stretches]
 
     def steps(self, step: int, ranks: Collection[int] | None) -> list[ReaderStep]:
@@ -241,7 +242,7 @@ class _Explainer:
             by_order[order_name(self._identity)] = self._identity, []
         return [self._step(step, ranks, identity, stretches) for identity, stretches in by_order.values()]
 
-    def _order_of(self, identity: Identity) -> Order:
+    def _order_of(self, identity: Identity) -> RowOrder:
         order = self._orders.get(order_name(identity))
         if order is None:
             table, selection = identity.table, identity.selection
@@ -373,7 +374,7 @@ class _Explainer:
                 named += self.documents.of(order, layout, _interval(span))
 
 
-def _rows(span: Span, key: LayoutKey, plan: Plan, order: Order) -> npt.NDArray[np.int64]:
+def _rows(span: Span, key: LayoutKey, plan: Plan, order: RowOrder) -> npt.NDArray[np.int64]:
     if order.unit > 1:
         return np.arange(span.start, span.stop)
     return order.locate(plan.state.identity.spec, key, _interval(span))

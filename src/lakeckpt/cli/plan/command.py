@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from lakeckpt.checkpoint.ledger.consumed_keys import consumed_keys
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json
 from lakeckpt.cli.plan.columns import column_bytes
-from lakeckpt.cli.plan.facts import Topology, plan_facts, warnings_of
+from lakeckpt.cli.plan.facts import PlannedTopology, plan_facts, warnings_of
 from lakeckpt.cli.run_arguments import options_of
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.formats.dispatch import open_table
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Returns 0."""
-    topology = Topology(
+    topology = PlannedTopology(
         world_size=args.world_size,
         workers=args.workers,
         batch_size=args.batch_size,

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["EVERY", "NONE", "Counting", "RowSelection", "digested"]
+__all__ = ["EVERY", "NONE", "CountingRule", "RowSelection", "digested"]
 
 Int64Array = npt.NDArray[np.int64]
 Uint64Array = npt.NDArray[np.uint64]
@@ -51,7 +51,7 @@ def digested(mask: pa.ChunkedArray) -> tuple[int, int]:
     return kept, int.from_bytes(blake2b(packed.tobytes(), digest_size=8).digest(), "little")
 
 
-class Counting(Protocol):
+class CountingRule(Protocol):
     """A rule that rows are counted by: a filter, or a packing."""
 
     @property
@@ -100,7 +100,7 @@ class RowSelection:
         """The positions of an epoch: all rows that stay, or the packed sequences."""
         return -(-int(self.group_rows.sum()) // self.unit)
 
-    def was_counted_by(self, keep: Counting) -> bool:
+    def was_counted_by(self, keep: CountingRule) -> bool:
         """Say whether the very expression of ``keep`` was counted, by the release of pyarrow that runs now."""
         return (self.expression, self.pyarrow) == (keep.digest, pa.__version__)
 
