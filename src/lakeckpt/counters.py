@@ -2,7 +2,7 @@
 
 A loader, a store or a manager adds to plain numbers here where it does what is counted. Nothing is computed before a
 metric is read. The numbers of a loader or a manager have one thread that adds to them, and no lock. A store has a lock,
-which it takes once for each request. Where an owner is gone, its numbers are added to a sum for its name, so that no
+which it takes once for each request. If an owner is gone, its numbers are added to a sum for its name, so that no
 counter falls, and nothing else of it stays.
 
 A forked process begins with empty counters. What a loader's worker processes count of stores comes to the main process
@@ -115,7 +115,7 @@ class RunCounters(Counters):
     fence_bytes: int = 0
     """Bytes for which an optimizer step waited."""
     beside_bytes: int = 0
-    """Bytes that were copied beside training, where no idle windows are watched."""
+    """Bytes that were copied beside training, if no idle windows are watched."""
     waits: Callable[[], Iterable[Any]] = tuple
     """Returns the last waits by site (``site``, ``median_s``, ``share``). Any thread may call it."""
 
@@ -137,7 +137,7 @@ class Facts:
 
     name: str
     ready: int | None
-    """Micro-batches that would come without a wait; None where that is not known."""
+    """Micro-batches that would come without a wait; None if that is not known."""
     epochs: Mapping[str, float]
     """Reader → the epochs that the job has consumed of it; of a mixture, each source is a reader."""
     skipped: Mapping[tuple[str, str], int]

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", action="store_true", help="every row, in the order in which it was read")
     parser.add_argument("--table", metavar="TABLE", help="name the documents of packed sequences, read from this table")
     parser.add_argument("--table-options", metavar="JSON", help="for the store of the table, as fsspec takes them")
-    parser.add_argument("--reader", metavar="NAME", help="with --table: the reader of it, where several are packed")
+    parser.add_argument("--reader", metavar="NAME", help="with --table: the reader of it, if several are packed")
     parser.add_argument("--column", default="tokens", metavar="C", help="with --table: as pack(column=…) (tokens)")
     for side in ("before", "after"):
         parser.add_argument(f"--{side}", default="", metavar="T,…", help=f"with --table: as pack({side}=…) (none)")

@@ -35,7 +35,7 @@ class Maker:
     """Tokens of a sequence; 0 for a transform."""
     fingerprint: str = field(default="", compare=False)
     """``form:`` and the digest of a tokenizer's serialised form, or ``rows:`` and the digest of what some rows of the
-    table give; empty where there is none. Ranks need not agree on it: the states of a job keep that of its first rank.
+    table give; empty if there is none. Ranks need not agree on it: the states of a job keep that of its first rank.
     """
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Maker:
 
     def differences(self, its: Maker, *, same_rows: bool) -> list[str]:
         """Return one line for each thing in which ``its`` differs, led by its name. ``same_rows``: whether both
-        fingerprints are of the same rows, where they are of rows."""
+        fingerprints are of the same rows, if they are of rows."""
         lines, words = [], "{!r} in this dataset, {!r} in the state"
         if self.length != its.length:
             lines.append(f"length: {words.format(self.length, its.length)}")

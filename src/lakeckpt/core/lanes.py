@@ -85,7 +85,7 @@ def turns(done: int, num_lanes: int) -> Int64Array:
 
 
 def micro_batches(rows: int, num_lanes: int, batch_size: int, tail: Tail) -> int:
-    """Return T: how many micro-batches each lane gives, where ``num_lanes`` lanes share ``rows`` rows.
+    """Return T: how many micro-batches each lane gives, if ``num_lanes`` lanes share ``rows`` rows.
 
     >>> micro_batches(41, 4, 5, "short"), micro_batches(41, 4, 5, "drop")
     (3, 2)

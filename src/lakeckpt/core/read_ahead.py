@@ -22,7 +22,7 @@ __all__ = ["BASES", "Basis", "Given", "ReadAhead"]
 
 Basis = Literal["stated", "inferred", "undecided", "suspected"]
 """The evidence that rows were consumed. The loop states it by ``step(batch)``, or it is inferred from the rows that
-were delivered. An inference is weaker while too few steps were seen to judge it, or where something seems to read
+were delivered. An inference is weaker while too few steps were seen to judge it, or if something seems to read
 ahead."""
 
 BASES: tuple[Basis, ...] = get_args(Basis)

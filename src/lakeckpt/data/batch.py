@@ -38,7 +38,7 @@ class Batch(dict[str, Any]):
 
     ``to`` keeps the receipt, and accelerate and Lightning move batches by it. What makes a batch anew from its columns
     alone, as transformers' Trainer and DistributedDataParallel on GPUs do, gets one without a receipt; so does torch's
-    default collate, where it makes one of several.
+    default collate, if it makes one of several.
     """
 
     receipt: Receipt
@@ -97,7 +97,7 @@ def pinned(value: Any) -> Any:
 
 
 def checked_number_column(name: Any, *, row_wise: bool) -> str | None:
-    """Return ``name``, under which `numbered` puts numbers into batches, or None; ConfigError where it cannot be."""
+    """Return ``name``, under which `numbered` puts numbers into batches, or None; ConfigError if it cannot be."""
     if name is not None and (not isinstance(name, str) or row_wise):
         raise ConfigError(
             f"receipt_column is a name, and needs a dataset with a batch_size; got {name!r}"
@@ -107,7 +107,7 @@ def checked_number_column(name: Any, *, row_wise: bool) -> str | None:
 
 
 def numbered(item: Any, name: str, number: int) -> Any:
-    """Return the batch ``item`` with ``number`` under ``name``; ConfigError where it cannot hold it."""
+    """Return the batch ``item`` with ``number`` under ``name``; ConfigError if it cannot hold it."""
     if not isinstance(item, dict) or name in item:
         what = f"has a column {name!r}" if isinstance(item, dict) else f"is a {type(item).__name__}"
         raise ConfigError(

@@ -51,7 +51,7 @@ class LakeDataset(BaseDataset):
         batch_size: rows per micro-batch; None yields single rows, for a DataLoader that batches them itself.
         columns: names of the columns to read, in the order wanted; None: all.
         filters: which rows to read: a pyarrow expression, ``[("a", ">", 3), ("b", "in", [...])]`` (all must hold), or a
-            list of such lists (one must). Rows stay where it is true, and go where it is false or null. They are
+            list of such lists (one must). Rows stay if it is true, and go if it is false or null. They are
             counted once, row group by row group, before the first iteration; positions count those that stay.
         shuffle: permute row groups, and rows inside of windows, anew for every epoch.
         shuffle_window: row groups whose rows are permuted together. All lanes' windows are in memory at once.
@@ -63,7 +63,7 @@ class LakeDataset(BaseDataset):
         transform: called with each `Batch` (row-wise: each row; ``output="arrow"``: each pyarrow.Table) where it is
             read, in a worker if there are any; with a `lakeckpt.TransformContext` as well if it takes two arguments.
             It must keep nothing between calls: rows that it holds back for a later call count as consumed, and are lost
-            when a run is restored. A warning says once where it returns another number of rows than it got.
+            when a run is restored. A warning says so, once, if it returns another number of rows than it got.
         rows: ``"many"``: the transform is called with one row, a dict, and yields (or returns an iterable of) any
             number of rows, the same whenever it gets the same row. Micro-batches are ``batch_size`` of these rows, with
             numbers, tensors and arrays stacked and texts in a list. The state of one of several ranks is its part then:
@@ -72,7 +72,7 @@ class LakeDataset(BaseDataset):
             ``list[str]``; other columns of varying length are `lakeckpt.Ragged`.
         rank, world_size: the data-parallel rank and size; both or neither.
         dp_group: the data-parallel ProcessGroup or DeviceMesh, if it is not the default group.
-        storage_options, filesystem: as for `lakeckpt.open_table`, where ``table`` is not a `lakeckpt.Table`.
+        storage_options, filesystem: as for `lakeckpt.open_table`, if ``table`` is not a `lakeckpt.Table`.
         consumed: rows that another system has trained on already, as ``{file: [(start, stop), …]}`` (rows of a file,
             counted from its first one) or as ``(name of a key column, values)``. The first epoch consists of the other
             rows; later epochs have all rows. Give it as long as the first epoch lasts, after restarts, too.
@@ -211,14 +211,14 @@ class LakeDataset(BaseDataset):
 
     @property
     def epoch(self) -> int:
-        """The epoch at hand; where worker processes of another DataLoader read, the epoch that they read."""
+        """The current epoch; if worker processes of another DataLoader read, the epoch that they read."""
         read = self._shared.epoch if self._shared.has_begun else None
         return self._progress.epoch if read is None else read
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle.
+        """Make ``epoch`` the current one, from its start; nothing happens if it is already, even in its middle.
 
-        Where worker processes of another DataLoader read, each of their iterations is of the epoch that was set last:
+        If worker processes of another DataLoader read, each of their iterations is of the epoch that was set last:
         call it before each.
         """
         epoch = whole("epoch", epoch)
@@ -226,7 +226,7 @@ class LakeDataset(BaseDataset):
             self._go_to(epoch)
 
     def rewind(self) -> None:
-        """Begin the epoch at hand again."""
+        """Begin the current epoch again."""
         self._go_to(self.epoch)
 
     def _go_to(self, epoch: int) -> None:
@@ -250,11 +250,11 @@ class LakeDataset(BaseDataset):
     # --- iteration
 
     def _move(self) -> None:
-        """Go on with the newest version where an epoch begins (``on_new_version="next_epoch"``); collective."""
+        """Go on with the newest version when an epoch begins (``on_new_version="next_epoch"``); collective."""
         self._versions.move(explicit=self._explicit_rank, dp_group=self._dp_group)
 
     def _through(self, first: Generator[Any], more: Callable[[], Generator[Any]]) -> Generator[Any]:
-        """Return the items of the tranche at hand, ``first``, and of each later one, as ``more`` delivers it.
+        """Return the items of the current tranche, ``first``, and of each later one, as ``more`` delivers it.
 
         Between two tranches, all ranks wait until there is another one; after the last rows that fill no step, they
         look once.
@@ -298,7 +298,7 @@ class LakeDataset(BaseDataset):
         """Return the reader state of all that was yielded (plain types).
 
         In a worker of another DataLoader (torchdata's StatefulDataLoader asks there) it is that worker's part.
-        Raises StateUnavailable in the main process where workers have read ahead: what the loop received is not known
+        Raises StateUnavailable in the main process if workers have read ahead: what the loop received is not known
         there. Use `lakeckpt.LakeLoader`, or torchdata's StatefulDataLoader.
         """
         if get_worker_info() is not None:
@@ -322,7 +322,7 @@ class LakeDataset(BaseDataset):
         return self._progress.state.to_plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state`` at the next iteration; StateError, without a change, where it does not fit."""
+        """Go on from ``state`` at the next iteration; StateError, without a change, if it does not fit."""
         if isinstance(state, Mapping) and state.get("format") == WORKER_FORMAT:
             self._turns.load(state)
             return
@@ -333,7 +333,7 @@ class LakeDataset(BaseDataset):
         self._shared.go_to(found.epoch + at_end, inside=not (at_end or self._progress.at_start))
 
     def __len__(self) -> int:
-        """Return the number of items of this rank in the epoch at hand: micro-batches, or rows in row-wise use.
+        """Return the number of items of this rank in the current epoch: micro-batches, or rows in row-wise use.
 
         `TypeError` for an endless stream, and on one of several ranks while the number of lanes is not known.
         """

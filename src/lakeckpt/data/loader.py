@@ -60,7 +60,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         prefetch_factor: micro-batches that each worker may have ahead of the loop; None: two groups of them. A group
             is what a worker reads in 50 ms: up to 512 micro-batches, or 16 MiB, and one at least.
         persistent_workers: keep workers from one iteration to the next.
-        multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or a context; None: ``"forkserver"`` where
+        multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or a context; None: ``"forkserver"`` if
             the table lies in an object store, torch's default elsewhere. What is not forked gets the transform pickled.
         timeout: seconds to wait for a worker, then WorkerTimeout; 0: for ever.
         worker_init_fn: called in each worker with its number before it reads.
@@ -68,10 +68,10 @@ class LakeLoader(Prepared, DataLoader[Any]):
             stays the same until `set_epoch`; such a loader has no state to save. False: an iteration goes on where the
             last one stopped.
         receipt_column: a name under which each batch (a dict) also holds an ``int`` that names it. It survives what
-            rebuilds the dict or moves its tensors: give it to ``manager.step`` where the receipt is lost. None: no
+            rebuilds the dict or moves its tensors: give it to ``manager.step`` if the receipt is lost. None: no
             batch holds one. Needs a ``batch_size``.
         generator: draws the base seed of worker processes (it never changes the order of rows). None: a generator of
-            the loader's own, seeded by the dataset's seed and the place at hand, so that neither iterating nor resuming
+            the loader's own, seeded by the dataset's seed and the current place, so that neither iterating nor resuming
             draws from torch's global stream.
 
     One iteration is one epoch, the next one the next epoch. After a ``break`` the next iteration goes on with what had
@@ -164,7 +164,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch at hand: where `restore` or the last complete iteration left off."""
+        """The current epoch: where `restore` or the last complete iteration left off."""
         return self._progress.epoch if self._restarts is None else self._restarts
 
     @property
@@ -173,7 +173,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         return self._progress.last_receipt
 
     def __len__(self) -> int:
-        """Return the number of steps of this rank in the epoch at hand (row-wise: rows)."""
+        """Return the number of steps of this rank in the current epoch (row-wise: rows)."""
         self._settle()
         return len(self.dataset)
 
@@ -186,7 +186,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """An iterator over what is left of the epoch; ``stage`` holds batches back on their way to the loop."""
         self._turn()
         started, self._early = self._early, None
-        # Where a persistent worker has died since, other workers read what it would have read.
+        # If a persistent worker has died since, other workers read what it would have read.
         is_dead = self._workers is not None and self._workers_started[1] == os.getpid() and not self._workers.alive
         if started is None or is_dead or started[0] != self._place():
             del started  # before what it reads ahead is read otherwise
@@ -207,7 +207,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._early = self._begun()
 
     def peek(self) -> Any:
-        """Return the batch that the next iteration begins with, and count nothing; None where the epoch has none.
+        """Return the batch that the next iteration begins with, and count nothing; None if the epoch has none.
 
         The next iteration delivers the same batch again, without its ``receipt_column``'s number here. An iterator that
         was begun before is out of date. Call it on every rank alike. Raises what reading raises.
@@ -227,7 +227,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         return None
 
     def _turn(self) -> None:
-        """End an epoch that was received, and go on with the newest version of the table where another one begins."""
+        """End an epoch that was received, and go on with the newest version of the table when another one begins."""
         if self._restarts is not None:
             self._progress.runs.mark(None)
             self.dataset._go_to(self.epoch)
@@ -269,7 +269,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         return ((receipt, pinned(batch)) for receipt, batch in found) if pins else found
 
     def _started(self) -> Workers:
-        """Workers for one iteration, or those that live on and read the version of the table at hand."""
+        """Workers for one iteration, or those that live on and read the current version of the table."""
         started = self.dataset._version, os.getpid()
         if self._workers is not None:
             if self._workers_started == started and self._workers.alive:
@@ -324,7 +324,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._progress.settle(self.topology[1], self.num_workers)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle."""
+        """Make ``epoch`` the current one, from its start; nothing happens if it is already, even in its middle."""
         if epoch != self.epoch:
             self._early = None
             self.dataset.set_epoch(epoch)
@@ -342,7 +342,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._follows = self._waiting
 
     def rewind(self) -> None:
-        """Begin the epoch at hand again. The rows of its first part then count twice, and `lakeckpt audit` says so."""
+        """Begin the current epoch again. The rows of its first part then count twice, and `lakeckpt audit` says so."""
         self._early = None
         self.dataset.rewind()
 
@@ -371,8 +371,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state`` at the next iteration.
 
-        Raises StateMismatch, without a change, where the state is of another order of rows; it says what differs.
-        StateError where it is none of a LakeLoader, or none that a job comes to.
+        Raises StateMismatch, without a change, if the state is of another order of rows; it says what differs.
+        StateError if it is none of a LakeLoader, or none that a job comes to.
         """
         self._check_goes_on()
         found, counts = self._progress.read(state), counts_steps()
@@ -385,7 +385,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     @property
     def _reader(self) -> LoaderReader | MixtureReader:
-        """The side that checkpoint managers see (`lakeckpt.tracking.readers`); ConfigError where nothing is to save."""
+        """The side that checkpoint managers see (`lakeckpt.tracking.readers`); ConfigError if nothing is to save."""
         if self._restarts is not None:
             raise ConfigError(f"{_RESTARTS}, so leave it out of the manager's state")
         return MixtureReader(self, self.dataset) if isinstance(self.dataset, MixedDataset) else LoaderReader(self)

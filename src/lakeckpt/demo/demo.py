@@ -61,7 +61,7 @@ def run_demo(
         save_every: optimizer steps between checkpoints.
         sabotage: restore without the reader's state, which must turn the verdict red.
 
-    Raises `ConfigError` where ``out`` holds something that no demo made.
+    Raises `ConfigError` if ``out`` holds something that no demo made.
     """
     began = time.monotonic()
     _make_folder(out)

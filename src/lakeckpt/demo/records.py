@@ -84,7 +84,7 @@ def read_launches(folder: Path) -> list[Launch]:
 def surviving_steps(launches: Sequence[Launch]) -> list[RecordedStep]:
     """Return the steps that the final weights were made by, in order.
 
-    The steps of a launch survive from where it restored up to where a later launch restored. Raises ValueError where a
+    The steps of a launch survive from where it restored up to where a later launch restored. Raises ValueError if a
     step of that history was recorded by no launch, or not by all of its ranks.
     """
     history: list[RecordedStep] = []
@@ -111,7 +111,7 @@ class TokenCount:
     """Whether a later epoch has begun, so that no token may be missing."""
     counted: int
     lost: int
-    """Tokens that never counted; 0 where the epoch is not complete."""
+    """Tokens that never counted; 0 if the epoch is not complete."""
     repeated: int
     """How many times too many tokens counted; a token that the table does not have is always one too many."""
 
@@ -148,7 +148,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _launch(launch: int, paths: Sequence[Path]) -> Launch | None:
-    """Join the files of all ranks; None where a rank was killed before it had restored."""
+    """Join the files of all ranks; None if a rank was killed before it had restored."""
     events = [(rank, event) for rank, path in enumerate(paths) for event in _lines(path)]
     starts = [event for _, event in events if event["kind"] == "start"]
     world_size = starts[0]["world_size"] if starts else 1

@@ -77,7 +77,7 @@ def judge(
 
 
 def _history(job: RecordedJob) -> tuple[list[RecordedStep], str]:
-    """Return the steps that survived, and why there are none where the records do not join."""
+    """Return the steps that survived, and why there are none if the records do not join."""
     try:
         return surviving_steps(job.launches), ""
     except ValueError as error:

@@ -95,7 +95,7 @@ class LakeCheckpoint(CheckpointManager):
     def step(self, batch: Any = None, *, metric: float | None = None) -> None:
         """Call this on every rank after each ``engine.step()``, with the batch that ``engine.backward`` had.
 
-        It counts an optimizer step, and saves if the policy says so, where the engine has stepped the optimizer. In the
+        It counts an optimizer step, and saves if the policy says so, if the engine has stepped the optimizer. In the
         middle of gradient accumulation it does nothing. See `lakeckpt.CheckpointManager.step`.
         """
         new = self._engine.global_steps - self._counted

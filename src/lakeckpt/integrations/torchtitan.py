@@ -52,7 +52,7 @@ class LakeDataLoader(BaseDataLoader):
     """Packed sequences of the table at ``dataset_path``, as ``({"input", "positions"}, labels)``, int64 of shape
     (batch, sequence): see `lakeckpt.pack`. With ``endless`` (the default) they never end.
 
-    A Trainer builds it from its `Config`. ``loader`` is the `lakeckpt.LakeLoader` inside. ConfigError where the config
+    A Trainer builds it from its `Config`. ``loader`` is the `lakeckpt.LakeLoader` inside. ConfigError if the config
     names no table.
     """
 

@@ -60,7 +60,7 @@ METRICS: tuple[Metric, ...] = (
         kind="gauge",
         labels=("reader",),
         about="Epochs that the job has consumed of the reader, or of each source of a mixture: 2.25 is a quarter of "
-        "the third. Whole epochs where consumption depends on the data.",
+        "the third. Whole epochs if consumption depends on the data.",
     ),
     Metric(
         name="lakeckpt_skipped_rows",

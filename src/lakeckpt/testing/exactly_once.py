@@ -62,15 +62,15 @@ def assert_exactly_once(
         offsets: at how many steps of an epoch to restore, evenly spread: 1 or more, or ``"all"``.
         chains: how many random histories of several checkpoints, crashes and topologies to replay.
         key: what tells rows apart: None, whole rows; a column; or a function from an item to the keys of its rows.
-            A column's rows are held to the table's, batch by batch: where a transform drops, makes or reorders rows, or
+            A column's rows are held to the table's, batch by batch: if a transform drops, makes or reorders rows, or
             gives something else than columns, only a function will do. With ``drop_last=True`` it gives one key for
             each row.
-        expected: the keys of one epoch. None: those of the table; where a transform or ``key`` made them incomparable,
+        expected: the keys of one epoch. None: those of the table; if a transform or ``key`` made them incomparable,
             those of one run without a restore.
         seed: chooses the histories.
 
     Raises AssertionError saying what does not hold, with the smallest history found that shows it, as a script; and
-    ConfigError where the arguments leave nothing to prove.
+    ConfigError if the arguments leave nothing to prove.
     """
     every = [Topology.of(one) for one in topologies]
     if not every:
@@ -97,7 +97,7 @@ def replay(
     key: Key = None,
     expected: Iterable[Hashable] | None = None,
 ) -> None:
-    """Replay one history; AssertionError where a row did not count exactly once. Arguments as `assert_exactly_once`."""
+    """Replay one history; AssertionError if a row did not count exactly once. Arguments as `assert_exactly_once`."""
     if not history:
         raise ConfigError("a history has at least one attempt")
     law = _Law(make_loader, key=key, expected=expected, first=Topology.of(history[-1].topology))
@@ -204,7 +204,7 @@ class _Law:
     # --- histories
 
     def replay(self, history: Sequence[Attempt]) -> None:
-        """Run ``history``; Violation where it breaks the law."""
+        """Run ``history``; Violation if it breaks the law."""
         self._reference(Topology.of(history[-1].topology))
         saved, observed = None, self._fresh()
         for number, attempt in enumerate(history):

@@ -178,7 +178,7 @@ class Job:
         self.observed.add_positions(receipt)
 
     def _by_epoch(self, found: list[Hashable], receipt: Receipt) -> Iterator[tuple[int, Iterable[Hashable]]]:
-        """Yield the keys to count for each epoch; Violation where they are not those of the receipt's positions."""
+        """Yield the keys to count for each epoch; Violation if they are not those of the receipt's positions."""
         assert self._plan is not None
         if isinstance(self._truth, PackedDocuments):
             yield from self._truth.tokens(found, receipt, self._plan)
@@ -284,7 +284,7 @@ def _check_workers(loaders: list[Any], topology: Topology) -> None:
 
 
 def _check_untracked(loader: Any, dataset: LakeDataset) -> None:
-    """Refuse a loader without receipts where only receipts say what it gave."""
+    """Refuse a loader without receipts if only receipts say what it gave."""
     if dataset.packing is not None:
         raise ConfigError(
             f"packed sequences are counted by their receipts, and a {type(loader).__name__} has no last_receipt: check "

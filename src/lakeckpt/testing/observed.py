@@ -40,7 +40,7 @@ class Observed:
         self.rows.setdefault(epoch, Counter()).update(keys)
 
     def add_positions(self, receipt: Receipt) -> None:
-        """Note the positions of ``receipt``; Violation where one was consumed before."""
+        """Note the positions of ``receipt``; Violation if one was consumed before."""
         for epoch, positions in positions_of(receipt).items():
             before = self.positions.get(epoch, Intervals.empty())
             again = before.intersection(positions)

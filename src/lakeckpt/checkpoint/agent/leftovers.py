@@ -1,6 +1,6 @@
 """This module lists what runs keep on this node, and removes what nobody uses: arenas, and logs of agents.
 
-A run keeps arenas while its trainers live, and where a trainer died with a cut that is not in storage: a job that is
+A run keeps arenas while its trainers live, and if a trainer died with a cut that is not in storage: a job that is
 started again goes on from there. Locks that the kernel releases with their holders show whether a trainer fills an
 arena and whether the agent of its rank lives. They are held while something is removed, so that nobody begins to use
 it meanwhile. A job cannot go on from memory that was removed, so only the user removes it. Imports without torch.
@@ -39,7 +39,7 @@ class KeptArena:
 
 
 def kept_in(folder: ArenaFolder) -> list[KeptArena]:
-    """Return the arenas in ``folder``, by name. Raises `ArenaError` where the folder is not this user's alone."""
+    """Return the arenas in ``folder``, by name. Raises `ArenaError` if the folder is not this user's alone."""
     return [_kept(folder, info) for info in folder.found()]
 
 

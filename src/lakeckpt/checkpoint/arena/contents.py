@@ -192,7 +192,7 @@ class Contents:
 
 
 def contents_of(held: Held) -> Contents:
-    """Return the contents of a held generation. Tensors are not looked at. Raises `ArenaDamaged` where the documents
+    """Return the contents of a held generation. Tensors are not looked at. Raises `ArenaDamaged` if the documents
     make no sense."""
     data = held.documents()
     try:

@@ -66,10 +66,10 @@ class SlicePlan:
 
 
 def fitting_slice_bytes(size_bytes: int, *, linked: bool = False) -> int:
-    """Return the size of slices where ``size_bytes`` are to be copied: a power of two that makes 256 slices or more,
+    """Return the size of slices if ``size_bytes`` are to be copied: a power of two that makes 256 slices or more,
     from a leaf of digests (1 MiB) to 16 MiB; ``linked``, from a device, 64 or more, from 4 MiB to 64 MiB.
 
-    Where a bubble ends, most of a slice lies outside of it. So the number of slices counts: with 256 slices, the ends
+    When a bubble ends, most of a slice lies outside of it. So the number of slices counts: with 256 slices, the ends
     of five bubbles cost less than 2 % of the bytes. On the link of a GPU, 64 MiB take a millisecond, and to queue the
     copy costs the thread that trains a tenth of that.
 

@@ -1,7 +1,7 @@
 """This module holds the captures that are under way, and the thread of the copier that completes them.
 
 A `Capture` holds all that the capture of one cut needs. A `Copier` is a thread that does jobs one after the other. The
-first job starts the thread; `stop` ends and joins it. The training thread waits for a job only where it asks to.
+first job starts the thread; `stop` ends and joins it. The training thread waits for a job only if it asks to.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Capture:
 
     def copy(self) -> bytes:
         """Copy the rest of the cut, and return the document of the generation. Raises `UnannouncedChange`, which names
-        a tensor that changed meanwhile, and `SaveFailed` where an exception interrupted a copy."""
+        a tensor that changed meanwhile, and `SaveFailed` if an exception interrupted a copy."""
         if not self.slices.run():
             keys = list(self.plan.late)
             self._refuse([keys[number] for number in sorted(self.slices.changed)])

@@ -127,7 +127,7 @@ class CaptureEngine:
         generation is known to be complete on all ranks. ``must``: wait for the arena and for the capture before,
         instead of skipping the cut.
 
-        Raises errors that occurred since the last call: `ArenaError` where there is no
+        Raises errors that occurred since the last call: `ArenaError` if there is no
         memory, `UnannouncedChange` for a tensor that changed before its fence, `SaveFailed` for anything else. Raises
         `UnsupportedValue` for a state that cannot be captured, with its path, and `ConfigError` in a CUDA graph.
         """

@@ -4,8 +4,8 @@ A `Link` is the way from one device into host memory: a queue of copies beside t
 the following copies wait for all work queued so far. `hold` makes the following work wait for copies: the device waits,
 and the host does not. Host memory has no link: a copy there is done when the call returns.
 
-A link uses a stream of its own and pinned memory. The arena itself is pinned where CUDA can register its memory,
-which not every file system allows. Elsewhere copies are correct, and block the caller.
+A link uses a stream of its own and pinned memory. The arena itself is pinned if CUDA can register its memory,
+which not every file system allows. Otherwise copies are correct, and block the caller.
 
 Small tensors are copied together. A model has hundreds of tensors of a few bytes, and a copy of each would cost the
 host more than all of them take on the link. One kernel gathers tensors that are adjacent in the arena, and one copy

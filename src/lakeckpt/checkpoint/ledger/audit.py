@@ -35,7 +35,7 @@ _INFERRED = "the training loop: at each save it had used every row that was deli
 _TRUSTED = (
     "the entries of the log: the checksum of each was compared",
     "the footer index (the list of files and row groups): it has the digest that the states name",
-    "the row selection, where there is a filter: it has its digest, too, and counted what the filter keeps",
+    "the row selection, if there is a filter: it has its digest, too, and counted what the filter keeps",
 )
 _REPEATED = (
     "{} ranks read the same rows of reader {!r}, by an explicit rank=, and trained replicas of one model: each row was "

@@ -75,8 +75,8 @@ class DocumentFinder:
 
         The order is that in which the tokens were delivered. Padding is not named.
 
-        Raises `ConfigError` where ``order`` is not of documents packed so, `TableVersionGone` and `DataFileChanged`
-        where the table does not have the files of the run, and what decoding raises.
+        Raises `ConfigError` if ``order`` is not of documents packed so, `TableVersionGone` and `DataFileChanged`
+        if the table does not have the files of the run, and what decoding raises.
         """
         found: list[DocumentTokens] = []
         for low, high in positions.pairs():

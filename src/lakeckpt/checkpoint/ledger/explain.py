@@ -3,7 +3,7 @@
 One manifest holds the record of step K: the place of the reader after each step, and the states between which it moved.
 The same plan deals the rows between steps K-1 and K to the ranks again, and their positions are looked up in the order.
 
-The module reads only ``log/`` and ``index/``, and never the table, except where documents of packed sequences are to be
+The module reads only ``log/`` and ``index/``, and never the table, unless documents of packed sequences are to be
 named (`lakeckpt.checkpoint.ledger.documents`). It never imports torch, and starts no threads.
 """
 

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--version", metavar="V", help="a Delta version, an Iceberg tag, branch or snapshot id, a Hudi instant"
     )
-    parser.add_argument("--format", metavar="F", help="parquet, delta, iceberg or hudi, where a folder is several")
+    parser.add_argument("--format", metavar="F", help="parquet, delta, iceberg or hudi, if a folder is several")
     parser.add_argument("--columns", metavar="A,B,…", help="the columns to be read (default: all)")
     parser.add_argument("--world-size", type=int, default=1, metavar="W", help="data-parallel ranks (default: 1)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader workers of each rank (default: 0)")
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--key", metavar="A", help="with --remap: the column that tells all rows apart")
     parser.add_argument("--out", metavar="FILE", help="with --remap: the Parquet file to write")
-    parser.add_argument("--reader", metavar="NAME", help="with --remap: the reader, where the run has several")
+    parser.add_argument("--reader", metavar="NAME", help="with --remap: the reader, if the run has several")
     parser.add_argument("--storage-options", metavar="JSON", help="for the store, as fsspec takes them")
     parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
 

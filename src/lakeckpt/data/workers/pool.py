@@ -56,7 +56,7 @@ class Workers:
         multiprocessing_context: the user's choice, or None.
         options: what else the DataLoaders inside get.
 
-    Raises `ConfigError` where the dataset's transform cannot reach the workers.
+    Raises `ConfigError` if the dataset's transform cannot reach the workers.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Workers:
         """Return (receipt, what the loop gets) for each of ``assignments``, which are those after ``beginning``.
 
         The workers begin to read at once. An earlier iteration ends. Raises what reading raised, `WorkerDied`,
-        `WorkerTimeout`; `ConfigError` where the script that starts workers would run again in each of them.
+        `WorkerTimeout`; `ConfigError` if the script that starts workers would run again in each of them.
         """
         self._iteration += 1
         try:
@@ -100,7 +100,7 @@ class Workers:
 
     @property
     def alive(self) -> bool:
-        """True where the workers may read on: they were not closed, and none has ended."""
+        """True if the workers may read on: they were not closed, and none has ended."""
         return not self.closed and all(worker.is_alive for worker in self._workers)
 
     @property
@@ -193,7 +193,7 @@ class _Worker:
 
     @property
     def is_alive(self) -> bool:
-        """True where the process has not ended."""
+        """True if the process has not ended."""
         return self._groups is None or self._process.is_alive()
 
     def close(self) -> None:
@@ -254,7 +254,7 @@ class _Tasks(Sampler[Task]):
 
 
 def _limits(prefetch_factor: int | None, memory_limit_bytes: int | None, *, groups: int, tasks: int) -> Limits:
-    """Return the limits of a group where ``groups`` of all workers are in flight, ``tasks`` of each not received."""
+    """Return the limits of a group if ``groups`` of all workers are in flight, ``tasks`` of each not received."""
     most = _GROUP_MOST if prefetch_factor is None else prefetch_factor // tasks
     if memory_limit_bytes is None:
         return Limits(size_bytes=GROUP_BYTES, micro_batches=most, spare_bytes=4 * GROUP_BYTES)

@@ -36,7 +36,7 @@ def worker_context(given: Any, storage: Storage) -> Any:
 
 
 def check_picklable(context: Any, functions: dict[str, Callable[..., Any] | None]) -> None:
-    """Raise `ConfigError` where one of ``functions`` (by the name of its argument) cannot reach a worker."""
+    """Raise `ConfigError` if one of ``functions`` (by the name of its argument) cannot reach a worker."""
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
     if method == "fork":
         return

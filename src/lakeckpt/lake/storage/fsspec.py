@@ -112,7 +112,7 @@ class FsspecStorage:
         return entry
 
     def _below(self, place: str) -> dict[str, Entry]:
-        """Return the files below ``place`` by name. `FileNotFoundError` where nothing is there."""
+        """Return the files below ``place`` by name. `FileNotFoundError` if nothing is there."""
         filesystem = self._open()
         kind = type(filesystem)
         if isinstance(filesystem, AsyncFileSystem):

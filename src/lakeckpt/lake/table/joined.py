@@ -108,7 +108,7 @@ def joined(
     """Return one index of the files of ``parts``, at least one, which have no file in common.
 
     ``known`` are the marks to keep (`TableIndex.known`). The schema has the columns of the first part. `SchemaError`
-    where a later part lacks one of them that is ``needed`` (None: all are), or has it in a wider or another type.
+    if a later part lacks one of them that is ``needed`` (None: all are), or has it in a wider or another type.
     """
     schema = _schema(parts, needed)
     files = sorted(

@@ -2,7 +2,7 @@
 
 A `RowSelection` holds, for each row group of a pinned table, how many rows stay and a digest of which rows stay. Rows
 that the pinned version deletes do not exist here. The digest of the selection covers both arrays: two filters that keep
-the same rows are one selection, and a filter that keeps other rows is another one even where the counts agree. Only
+the same rows are one selection, and a filter that keeps other rows is another one even if the counts agree. Only
 rows that stay have positions.
 
 A selection may instead count the tokens of packed documents (`lakeckpt.reading.packed`): ``unit`` tokens make a
@@ -105,7 +105,7 @@ class RowSelection:
         return (self.expression, self.pyarrow) == (keep.digest, pa.__version__)
 
     def check(self, *, table: str, existing: Int64Array) -> None:
-        """Raise ``ValueError`` where this is no selection of the table whose row groups have ``existing`` rows."""
+        """Raise ``ValueError`` if this is no selection of the table whose row groups have ``existing`` rows."""
         if self.table != table:
             raise ValueError(f"a selection of the table {self.table[:12]} was given for the table {table[:12]}")
         if len(self.group_rows) != len(existing) or (self.unit == 1 and bool((self.group_rows > existing).any())):
@@ -124,7 +124,7 @@ class RowSelection:
 
     @classmethod
     def loads(cls, data: bytes) -> RowSelection:
-        """Read what `dumps` wrote. Raises `WireError` where it is damaged, newer, or no selection; nothing else."""
+        """Read what `dumps` wrote. Raises `WireError` if it is damaged, newer, or no selection; nothing else."""
         value = loads(data, kind=KIND, supported=VERSION)
         try:
             found = cls(**{one.name: value[one.name] for one in fields(cls) if one.init})

@@ -2,7 +2,7 @@
 
 pyiceberg reads metadata, catalogs, manifests and types. Which deletes apply to which file
 (`lakeckpt.lake.formats.iceberg.plan`) and which rows they name follows the specification of the format. Paths are
-relative to the location of the table where all data files lie in it, else to the deepest folder that holds them all.
+relative to the location of the table if all data files lie in it, else to the deepest folder that holds them all.
 Files in several buckets or stores are refused. The module opens no data file.
 """
 
@@ -148,7 +148,7 @@ def _deleted(table: Table, planned: Sequence[PlannedFile], threads: int) -> dict
 
 
 def _root(table: Table, places: Sequence[str]) -> str:
-    """Return the table's location where all files lie in it, else the deepest folder that holds them.
+    """Return the table's location if all files lie in it, else the deepest folder that holds them.
 
     Some writers turn a location that ends with a slash into ``s3://lake/t//data/…``: files of ``s3://lake/t//data``.
     """
