@@ -5,8 +5,8 @@ metric is read. The numbers of a loader or a manager have one thread that adds t
 which it takes once for each request. If an owner is gone, its numbers are added to a sum for its name, so that no
 counter falls, and nothing else of it stays.
 
-A forked process begins with empty counters. What a loader's worker processes count of stores comes to the main process
-with the micro-batches that they send. The module starts no threads.
+A forked process begins with empty counters. The counts of stores in a loader's worker processes come to the main
+process with the micro-batches that they send. The module starts no threads.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Counters:
 
 @dataclass(slots=True, eq=False)
 class ReaderCounters(Counters):
-    """What one loader has delivered. The thread that iterates it adds."""
+    """The deliveries of one loader. The thread that iterates it adds."""
 
     TOTALS: ClassVar[tuple[str, ...]] = ("rows", "batches", "wait_s")
 
@@ -83,7 +83,7 @@ class ReaderCounters(Counters):
 
 @dataclass(slots=True, eq=False)
 class RunCounters(Counters):
-    """What one manager has saved. The training thread adds, and to the numbers of captures the copier."""
+    """The saves of one manager. The training thread adds, and to the numbers of captures the copier."""
 
     TOTALS: ClassVar[tuple[str, ...]] = (
         "commits",
@@ -133,7 +133,7 @@ class RunCounters(Counters):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of a loader when somebody looks."""
+    """The facts that are known of a loader when somebody looks."""
 
     name: str
     ready: int | None
@@ -219,7 +219,7 @@ RUNS: Living[RunCounters] = Living(RunCounters)
 
 @dataclass(slots=True, eq=False)
 class StoreCounters:
-    """What this process has read from the stores of one ``kind``. Any thread adds."""
+    """The reads of this process from the stores of one ``kind``. Any thread adds."""
 
     kind: str
     bytes_read: int = 0

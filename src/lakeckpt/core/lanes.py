@@ -149,7 +149,8 @@ class EpochDeal:
 
     @cached_property
     def end(self) -> int:
-        """One past the last micro-batch that any rank needs: trailing ones without a row do not count."""
+        """``first`` plus the number of micro-batches of this deal. Trailing micro-batches without a row do not
+        count."""
         if not self.count:
             return self.first
         before = self._before(np.full(self.num_lanes, self.count - 1))

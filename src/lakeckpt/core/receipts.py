@@ -49,7 +49,7 @@ class LaneMove:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneRead:
-    """What was read of a lane for one micro-batch, before the micro-batch has a step."""
+    """The items that were read of a lane for one micro-batch, before the micro-batch has a step."""
 
     move: LaneMove
     spans: tuple[Span, ...]
@@ -83,9 +83,9 @@ class Receipt:
     reader: str = ""
     """`lakeckpt.core.identity.Identity.digest` of the reader; empty: not named."""
     last: bool | None = field(default=None, compare=False)
-    """Whether it is the last of its rank in the epoch, or in a mixture that ends; of an endless stream never. None
-    if only the data tell: the rows of a transform with ``rows="many"``, of a ``tokenizer=`` or of whole documents,
-    and a table that is followed."""
+    """True if it is the last of its rank in the epoch, or in a mixture that ends; of an endless stream never. None if
+    only the data tell: the rows of a transform with ``rows="many"``, of a ``tokenizer=`` or of whole documents, and a
+    table that is followed."""
     items: Count | None = None
     """The rows of the micro-batch, if consumption depends on the data; None: one row for each position."""
     moves: tuple[LaneMove, ...] = ()

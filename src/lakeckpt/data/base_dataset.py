@@ -25,7 +25,7 @@ __all__ = ["BaseDataset", "shown_dataset", "shown_loader"]
 
 
 class BaseDataset(IterableDataset[Any]):
-    """What a `lakeckpt.LakeLoader` reads."""
+    """The base of all that a `lakeckpt.LakeLoader` reads."""
 
     batch_size: int | None
     """Rows of a micro-batch; None: single rows."""

@@ -36,9 +36,9 @@ class Batch(dict[str, Any]):
 
     Being a dict, it goes through torch's collate, pinning and device-moving helpers. In row-wise use it is one row.
 
-    ``to`` keeps the receipt, and accelerate and Lightning move batches by it. What makes a batch anew from its columns
-    alone, as transformers' Trainer and DistributedDataParallel on GPUs do, gets one without a receipt; so does torch's
-    default collate, if it makes one of several.
+    ``to`` keeps the receipt, and accelerate and Lightning move batches by it. A batch that is made anew from its
+    columns alone, as transformers' Trainer and DistributedDataParallel on GPUs do, has no receipt; nor has one that
+    torch's default collate makes of several.
     """
 
     receipt: Receipt

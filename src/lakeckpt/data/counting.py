@@ -28,7 +28,7 @@ class Counting:
     def __init__(self) -> None:
         self.counters = ReaderCounters(_UNNAMED)
         self.dataset: BaseDataset | None = None
-        """What the loader reads; None before its first iteration."""
+        """The dataset of the loader; None before its first iteration."""
         self._reading: weakref.ref[Any] | None = None
 
     def begin(self, dataset: BaseDataset) -> ReaderCounters:

@@ -4,8 +4,8 @@ The main process plans: it deals assignments to this rank's loader workers, and 
 Workers (if any) only read. So the state is exact whatever has been read ahead, the order does not depend on the number
 of workers, and a loader saved with four workers goes on with none.
 
-Worker processes are those of a torch DataLoader inside (`lakeckpt.data.workers.pool`). What a checkpoint manager asks
-of a loader is in `lakeckpt.data.place.reader`.
+Worker processes are those of a torch DataLoader inside (`lakeckpt.data.workers.pool`). A checkpoint manager sees a
+loader by `lakeckpt.data.place.reader`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
             is what a worker reads in 50 ms: up to 512 micro-batches, or 16 MiB, and one at least.
         persistent_workers: keep workers from one iteration to the next.
         multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or a context; None: ``"forkserver"`` if
-            the table lies in an object store, torch's default elsewhere. What is not forked gets the transform pickled.
+            the table lies in an object store, torch's default otherwise. A worker that is not forked gets the transform
+            pickled.
         timeout: seconds to wait for a worker, then WorkerTimeout; 0: for ever.
         worker_init_fn: called in each worker with its number before it reads.
         restart: begin at the first batch of the epoch in each iteration, as a loader for validation does. The epoch
@@ -348,7 +349,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Give the sources of a `lakeckpt.mix`, each of which ``weights`` names, other weights from the next step on.
-        Every rank must do so at the same step. What was read ahead is read anew. Raises ConfigError."""
+        Every rank must do so at the same step. Rows that were read ahead are read anew. Raises ConfigError."""
         if not isinstance(self._progress, MixedProgress):
             raise ConfigError("set_weights changes the weights of a lakeckpt.mix, and this loader reads one dataset")
         self._settle()

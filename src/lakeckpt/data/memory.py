@@ -41,7 +41,7 @@ class Budget(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What windows are read of."""
+    """The table, columns and window size that windows are read of."""
 
     table: Table
     columns: Sequence[str] | None

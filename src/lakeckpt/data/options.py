@@ -82,11 +82,11 @@ class ReadOptions:
     """The way to restore in the middle of an epoch whose version is gone or was written again: ``"raise"``, or
     ``"next_epoch"``: drop the rest of it (`lakeckpt audit` says so) and begin the next one."""
     memory_limit_bytes: int | None = None
-    """What windows read ahead may take together with open ones, in each process, and what loader workers have in
-    flight. None: a quarter of the memory that the machine or the container has, shared by the ranks and the workers of
-    the machine, and three groups of 16 MiB in flight for each worker. What the loop keeps does not count. The window
-    that each lane is in is held whatever the limit, and a warning says so if that is more than the limit. A
-    quarter of the limit is for bytes fetched ahead from a store (at most 256 MiB)."""
+    """The most memory of open windows and of windows read ahead, in each process, and of micro-batches that loader
+    workers have in flight. None: a quarter of the memory that the machine or the container has, shared by the ranks and
+    the workers of the machine, and three groups of 16 MiB in flight for each worker. Batches that the loop keeps do not
+    count. The window that each lane is in is held whatever the limit, and a warning says so if that is more than the
+    limit. A quarter of the limit is for bytes fetched ahead from a store (at most 256 MiB)."""
 
     def __post_init__(self) -> None:
         for name, most in (("num_lanes", MOST), ("memory_limit_bytes", sys.maxsize)):

@@ -108,7 +108,7 @@ class TokenCount:
     source: str
     epoch: int
     complete: bool
-    """Whether a later epoch has begun, so that no token may be missing."""
+    """True if a later epoch has begun, so that no token may be missing."""
     counted: int
     lost: int
     """Tokens that never counted; 0 if the epoch is not complete."""

@@ -41,14 +41,14 @@ class RecordedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the demo found."""
+    """The findings of the demo."""
 
     checks: tuple[Check, ...]
     tokens: tuple[TokenCount, ...]
 
     @property
     def green(self) -> bool:
-        """Whether every check holds."""
+        """True if every check holds."""
         return all(check.holds for check in self.checks)
 
 

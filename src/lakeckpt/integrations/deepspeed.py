@@ -51,9 +51,9 @@ _SEAMS: Mapping[Any, tuple[str, ...]] = {
     BF16_Optimizer: ("fp32_groups_flat_partition", "bf16_groups", *_GROUPS),
     DeepSpeedZeroOptimizer_Stage3: ("fp32_partitioned_groups_flat", "fp16_groups", "sub_group_to_group_id"),
 }
-"""What is used of DeepSpeed's optimizers: first, the tensors of this rank's partitions of the weights."""
+"""The fields of DeepSpeed's optimizers that are used: first, the tensors of this rank's partitions of the weights."""
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What changes of a loss scaler."""
+"""The fields of a loss scaler that change."""
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 

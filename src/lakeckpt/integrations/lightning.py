@@ -108,7 +108,7 @@ class LakeCheckpoint(Checkpoint):
         self._uri, self._more, self._monitor, self._options = uri, state, monitor, options
         self._open = ExitStack()
         self._used: Any = None
-        """What the step used that is not over yet; None: it is over."""
+        """The batch that the current step used; None: the step is over."""
 
     # --- what Lightning calls
 
@@ -236,7 +236,7 @@ class _Loops:
         self._fit_loop = fit_loop
         self._kept = self._now()
         self.loaded = False
-        """Whether a checkpoint was loaded."""
+        """True if a checkpoint was loaded."""
 
     def keep(self) -> None:
         """Note the counters at the end of a batch."""
@@ -268,7 +268,7 @@ class _Loops:
 
 
 class _Callbacks:
-    """What callbacks return from ``state_dict()``."""
+    """The states that callbacks return from ``state_dict()``."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

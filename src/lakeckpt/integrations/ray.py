@@ -39,7 +39,7 @@ __all__ = ["CheckpointManager", "load", "prepare_data_loader"]
 _FOLDER = "lakeckpt"
 """Where the run lies, in the experiment's folder."""
 _FILE = "lakeckpt.json"
-"""What a checkpoint that Ray knows holds."""
+"""The file of a checkpoint that Ray knows."""
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 """By the names of pyarrow's filesystems."""
 

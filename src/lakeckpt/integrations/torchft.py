@@ -1,6 +1,6 @@
 """This module reads and saves in the replica groups of a torchft job, which die and heal while the others go on.
 
-What a step reads depends on who takes part in it. So a `LakeReplica` is asked for a batch when torchft's quorum is
+The rows of a step depend on who takes part in it. So a `LakeReplica` is asked for a batch when torchft's quorum is
 known, and deals the rows to the replicas of this quorum. If the quorum changes, the rest of the epoch is dealt anew.
 torchft decides whether a step is committed, and `LakeReplica.step` looks at torchft's step number. The rows of a step
 that was not committed are read again, by the replicas of the next quorum.
@@ -53,9 +53,9 @@ class LakeReplica:
     """The rows and the checkpoints of one replica group of a torchft job. An iterator of batches, and a context.
 
     Args:
-        manager: the ``torchft.Manager`` of this replica group, made with ``use_async_quorum=False``. What a step reads
-            depends on the quorum, so that nothing is won by an asynchronous one; and a replica that heals by one would
-            throw away the rows of its first step.
+        manager: the ``torchft.Manager`` of this replica group, made with ``use_async_quorum=False``. The rows of a
+            step depend on the quorum, so that nothing is won by an asynchronous one; and a replica that heals by one
+            would throw away the rows of its first step.
         uri: the run: a folder or URL that all replica groups can read.
         state: name → object, as for `CheckpointManager`, with one `LakeLoader`. These objects are saved, and a replica
             that heals loads them from a live one: the Manager needs no ``state_dict`` and ``load_state_dict`` for them.

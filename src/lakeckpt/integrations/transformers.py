@@ -62,7 +62,7 @@ _NOTES = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""What of a TrainerState is saved: the reader and the manager have the rest, or the Trainer's arguments."""
+"""The fields of a TrainerState that are saved: the reader and the manager have the rest, or the Trainer's arguments."""
 
 
 class LakeTrainer(Trainer):
@@ -112,11 +112,11 @@ class LakeTrainer(Trainer):
         self._lake_rows = 0
         """The rows that `train` has trained on, on all ranks."""
         self._lake_ended = False
-        """Whether the restored run has stopped early, and trains no more."""
+        """True if the restored run has stopped early, and trains no more."""
         self._lake_length: int | None = None
         """The batches of the current epoch, if they are known."""
         self._lake_waits = False
-        """Whether the cut of the last step of an epoch waits for the end of the epoch."""
+        """True if the cut of the last step of an epoch waits for the end of the epoch."""
         super().__init__(model, args, *others, train_dataset=_loader_of(train_dataset, args), **options)
         _TRANSFORMERS.check(Trainer, *_METHODS)
         _TRANSFORMERS.check(self, *_FIELDS)

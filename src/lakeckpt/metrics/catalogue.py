@@ -22,7 +22,7 @@ class Metric:
     labels: tuple[str, ...]
     """The names of its labels. Each metric also has the label ``rank``, which is the data-parallel rank."""
     about: str
-    """What it counts, in a sentence."""
+    """The thing that it counts, in a sentence."""
     unit: Literal["", "seconds", "bytes"] = ""
     per: str = ""
     """For TensorBoard: the counter by whose growth that of this one is divided; empty: by seconds."""

@@ -255,7 +255,7 @@ class _Law:
                 self.hold(history, partial(self._rest, target, saved, observed, rest))
 
     def _same_order(self, one: Topology, other: Topology) -> bool:
-        """Whether a checkpoint of ``one`` goes on in the very same order on ``other``."""
+        """True if a checkpoint of ``one`` goes on in the very same order on ``other``."""
         same = one.world_size == other.world_size and dict(one.options) == dict(other.options)
         return same and (self._in_order or one.num_workers == other.num_workers)
 

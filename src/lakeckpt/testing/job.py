@@ -88,7 +88,7 @@ class Job:
 
     @property
     def endless(self) -> bool:
-        """Whether the data has no end."""
+        """True if the data has no end."""
         return self.dataset.identity.endless
 
     def close(self) -> None:

@@ -21,14 +21,14 @@ class Violation(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Observed:
-    """What a history has consumed so far."""
+    """The rows that a history has consumed so far."""
 
     rows: dict[int, Counter[Hashable]] = field(default_factory=dict)
     """epoch → how often each row, or token of a packed document, was consumed."""
     positions: dict[int, Intervals] = field(default_factory=dict)
     """epoch → positions that receipts name as consumed."""
     counted: str = "rows"
-    """What is counted, for people."""
+    """The name of the things that are counted, for people."""
 
     def copy(self) -> Observed:
         """Return a copy that counts separately."""

@@ -39,7 +39,7 @@ class Token(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class _Sequence:
-    """What a position names."""
+    """The tokens that a position names."""
 
     values: list[int] = field(default_factory=list)
     tokens: dict[int, list[Token]] = field(default_factory=dict)

@@ -54,7 +54,7 @@ class RowKeys:
 
     @property
     def comparable(self) -> bool:
-        """Whether keys of items can be compared with those of the table itself."""
+        """True if keys of items can be compared with those of the table itself."""
         return not callable(self._key) and not (self.dataset.has_transform and self._key is None)
 
     def of_item(self, item: Any) -> list[Hashable]:

@@ -93,12 +93,12 @@ class Arena:
 
     @property
     def is_filled(self) -> bool:
-        """Whether another opening of this arena fills it: its trainer lives."""
+        """True if another opening of this arena fills it: its trainer lives."""
         return self._locks.taken(self._writer)
 
     @property
     def is_there(self) -> bool:
-        """Whether others can find the arena: its file has not been removed."""
+        """True if others can find the arena: its file has not been removed."""
         return os.fstat(self._descriptor).st_nlink > 0
 
     # --- what is complete
@@ -289,7 +289,7 @@ class Held:
 
     @property
     def is_there(self) -> bool:
-        """Whether the generation was not begun anew. Bytes of it that were read before are then of the cut."""
+        """True if the generation was not begun anew. Bytes of it that were read before are then of the cut."""
         return self.arena._record(self.number) == self.record
 
     def checksums(self) -> bytes | None:

@@ -55,7 +55,7 @@ class Moves:
 
     @property
     def is_linked(self) -> bool:
-        """Whether any of the copies comes from a device with a link."""
+        """True if any of the copies comes from a device with a link."""
         return bool(self._linked)
 
     def _takes(self, other: Moves, most_bytes: int) -> bool:

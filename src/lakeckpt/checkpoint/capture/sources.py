@@ -43,7 +43,7 @@ _Options = list[dict[str, Any]]
 
 
 class Renewed(IntEnum):
-    """Which tensors have changed since the cut before, in their keys or in their memory."""
+    """The kind of tensors that have changed since the cut before, in their keys or in their memory."""
 
     NOTHING = 0
     EARLY = 1

@@ -35,7 +35,7 @@ _KIND, _VERSION = "value", (1, 0)
 @as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """What a rank reports of one pending record."""
+    """The report of a rank on one pending record."""
 
     first: Count
     step: Count

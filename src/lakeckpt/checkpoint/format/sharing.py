@@ -83,7 +83,7 @@ def sharing_from_bytes(data: bytes) -> dict[str, Sharing]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartPlace:
-    """What the key of a part says: the whole tensor's name and shape, and where the part begins."""
+    """The content of a part's key: the whole tensor's name and shape, and where the part begins."""
 
     name: str
     offsets: tuple[int, ...]

@@ -42,7 +42,7 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the whole epoch, which has the same rows in every order."""
+        """True if this is the whole epoch, which has the same rows in every order."""
         return self.positions == Intervals.whole(self.identity.rows_of(self.key.epoch))
 
 

@@ -61,7 +61,7 @@ class RankRows:
     """The same rows by file and row group. Of packed sequences: the tokens of the windows that hold them, because only
     the table has the lengths of documents."""
     documents: tuple[DocumentTokens, ...] | None = None
-    """What stands in the packed sequences, in the order of delivery; None: rows were read, or no table was given."""
+    """The documents in the packed sequences, in the order of delivery; None: rows were read, or no table was given."""
 
     @property
     def rows(self) -> int:
@@ -306,8 +306,8 @@ class _Explainer:
     def _find(self, frontier: Frontier, at: int, begin: int) -> int | None:
         """Return the first stretch from ``at`` on in which ``frontier`` lies; None if it lies before all stretches.
 
-        A frontier that does not move belongs to a step that read nothing, not to a step that began the epoch again and
-        came as far.
+        If the frontier did not move, the step read nothing. It is not assumed that the step began the epoch again and
+        read up to the same place.
         """
         for index in range(at, len(self._pairs)):
             first, last = self._pairs[index]

@@ -59,7 +59,7 @@ class History:
 
     @property
     def whole(self) -> bool:
-        """Whether the chain reaches back to the first step of the run."""
+        """True if the chain reaches back to the first step of the run."""
         return self.broken_at is None
 
 

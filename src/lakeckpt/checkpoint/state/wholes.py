@@ -69,7 +69,7 @@ class Whole:
     sharing: Sharing | None = None
     """How the rank shared it; None: the rank had it whole."""
     is_several: bool = False
-    """Whether other ranks had another tensor of this name."""
+    """True if other ranks had another tensor of this name."""
 
     @classmethod
     def plain(cls, spec: TensorSpec) -> Whole:

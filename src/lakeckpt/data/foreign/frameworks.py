@@ -4,9 +4,9 @@ A `LakeDataset` yields what belongs to its own rank. accelerate (and transformer
 DataLoader apart and deals the rows of its dataset to the ranks itself; of a dataset that deals for itself that leaves
 one row of W, without an error. `check_dealers` sees on the stack what iterates the dataset, and refuses that.
 
-A `LakeLoader` says that accelerate has prepared it (`Prepared`), so accelerate takes it as it is. What accelerate's own
-loaders do besides is done here: they put batches on the device, say when one is the last (so that ``accumulate`` steps
-there), and enter ``save_state`` with their state.
+A `LakeLoader` says that accelerate has prepared it (`Prepared`), so accelerate takes it as it is. The other work of
+accelerate's own loaders is done here: they put batches on the device, say when one is the last (so that ``accumulate``
+steps there), and enter ``save_state`` with their state.
 
 Lightning counts the steps of an epoch itself, once, when it begins. If a part of the epoch was read on other ranks
 that is wrong, and of a loader without a length it fetches a batch ahead. It saves and loads a loader's state from one
@@ -159,8 +159,8 @@ class Prepared:
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Asked by ``accelerator.prepare``, which may also set it. Others who look (an inspector, a debugger) learn
-        what is, and change nothing."""
+        """Asked by ``accelerator.prepare``, which may also set it. Any other caller, such as a debugger, reads the
+        value without changing it."""
         asks = str(sys._getframe(1).f_globals.get("__name__"))
         self._is_prepared = self._is_prepared or asks.partition(".")[0] == "accelerate"
         return self._is_prepared

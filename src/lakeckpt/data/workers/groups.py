@@ -44,7 +44,7 @@ class Group:
     written: list[tuple[int, int, int, int]] = field(default_factory=list)
     """In the worker: (step, offset, bytes, where the pickle begins) of each micro-batch."""
     stores: list[tuple[str, int, int]] = field(default_factory=list)
-    """What the worker has read from stores since its last group (`lakeckpt.counters.take_stores`)."""
+    """The reads of the worker from stores since its last group (`lakeckpt.counters.take_stores`)."""
     arrived: deque[Arrived] = field(default_factory=deque)
     """In the main process: the micro-batches."""
 

@@ -109,7 +109,7 @@ class Workers:
         return sum(worker.ready for worker in self._workers)
 
     def close(self) -> None:
-        """Stop the processes and join them. What was delivered stays valid as long as somebody holds it."""
+        """Stop the processes and join them. Delivered batches stay valid as long as somebody holds it."""
         self.closed = True
         if os.getpid() == self._process:
             for worker in self._workers:
@@ -154,7 +154,7 @@ class _Worker:
         """How many micro-batches the group had that came last."""
 
     def begin(self, beginning: Beginning) -> None:
-        """Have the worker read what follows ``beginning``, and forget what has come."""
+        """Start the worker at ``beginning``, and drop its earlier results."""
         assert self._loader is not None
         self._tasks.beginning, self._last = beginning, Group(self._memory.number)
         try:
@@ -187,8 +187,8 @@ class _Worker:
 
     @property
     def ready(self) -> int:
-        """The micro-batches of the group that the loop is at, and of groups that wait in torch's queue. What these hold
-        is not known before they are received: each counts as the last one did."""
+        """The micro-batches of the current group, and of groups that wait in torch's queue. The size of a waiting group
+        is not known: it counts as the last group did."""
         return len(self._last.arrived) + queued(self._groups) * self._size
 
     @property

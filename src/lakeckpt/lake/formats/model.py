@@ -22,8 +22,8 @@ __all__ = ["CatalogTable", "Change", "ChangeKind", "PinnedFile", "PinnedFiles"]
 
 
 ChangeKind = Literal["append", "compact", "delete", "rewrite"]
-"""What a version did to the one before: it added rows (or none); wrote the same rows to other files; removed rows; or
-anything else."""
+"""The change from one version to the next: it added rows (or none); wrote the same rows to other files; removed rows;
+or anything else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,7 +73,7 @@ class _Expected:
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class _State:
-    """What is open and expected until `Prefetcher.close`."""
+    """The files that are open, and the reads that are expected, until `Prefetcher.close`."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     files: OrderedDict[int, Future[OpenedFile]] = field(default_factory=OrderedDict)

@@ -33,7 +33,7 @@ from lakeckpt.lake.storage.base import (
 __all__ = ["FsspecStorage"]
 
 Entry = Mapping[str, Any]
-"""What a filesystem returns about a file or a folder."""
+"""The facts that a filesystem returns about a file or a folder."""
 
 
 class FsspecStorage:

@@ -50,7 +50,7 @@ def known_marks(index: TableIndex) -> set[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
-    """What newer versions of a table have added to a known one."""
+    """The files that newer versions of a table have added to a known one."""
 
     indexes: tuple[TableIndex, ...]
     """The added files, by the versions that added them, oldest first; empty: nothing was added."""

@@ -47,9 +47,9 @@ class Table:
     reopen: Callable[[], Table] | None = field(default=None, repr=False)
     """Opens the newest version; None if a version was named, and in other processes."""
     added: Callable[[TableIndex, bool], Added] | None = field(default=None, repr=False)
-    """Finds what was added since the version of an index (`lakeckpt.lake.formats.appends`); the flag says whether
-    deletes are ignored. None as for ``reopen``, of
-    Hudi tables, and if a metadata file of Iceberg was opened."""
+    """``added(index, ignore_deletes)`` finds the files that were added since the version of ``index``
+    (`lakeckpt.lake.formats.appends`). None under the conditions of ``reopen``, for Hudi tables, and if a metadata file
+    of Iceberg was opened."""
     named: bool = False
     """True if a version was named when the table was opened."""
     exclude: tuple[tuple[str, int], ...] = ()

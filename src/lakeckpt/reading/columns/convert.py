@@ -47,7 +47,7 @@ __all__ = ["Nulls", "check_convertible", "convert", "convert_parts"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Nulls: TypeAlias = Literal["error", "mask"]
-"""What to do with nulls: raise, or say where they are in a mask beside the column."""
+"""The policy for nulls: raise, or say where they are in a mask beside the column."""
 
 _DTYPES: dict[int, np.dtype[Any]] = {
     kind.id: np.dtype(dtype)

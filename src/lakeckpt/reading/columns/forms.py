@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 MAX_NARROW_BYTES = 2**31 - 1
-"""What 32-bit offsets can address."""
+"""The most bytes that 32-bit offsets can address."""
 
 
 def join(column: pa.ChunkedArray) -> pa.Array:
@@ -58,7 +58,7 @@ def narrowed(array: pa.Array, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 class _Exposed:
-    """What numpy needs to know to look at a buffer's memory; it holds the buffer."""
+    """The interface by which numpy looks at a buffer's memory; it holds the buffer."""
 
     __slots__ = ("__array_interface__", "buffer")
 

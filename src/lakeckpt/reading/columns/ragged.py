@@ -59,7 +59,7 @@ class Ragged(Generic[A]):
     offsets: A
     """int64, shape (rows + 1,); it begins with 0 and never falls."""
     kind: Literal["list", "str", "bytes"] = "list"
-    """What a row is: a list, UTF-8 text, or bytes."""
+    """The kind of a row: a list, UTF-8 text, or bytes."""
     masks: Mapping[str, A] = field(default_factory=dict)
     """The masks of ``values`` by name (``values.is_null``): bool, one per element. Empty if nulls are errors."""
 

@@ -27,8 +27,8 @@ from lakeckpt.lake.table.schema import check_agreed, is_agreed
 __all__ = ["Filters", "RowFilter", "row_filter"]
 
 Filters: TypeAlias = pc.Expression | Sequence[tuple[str, str, Any]] | Sequence[Sequence[tuple[str, str, Any]]]
-"""What a user may give: an expression; a list of (column, operator, value), all of which must hold; or a list of such
-lists, one of which must hold."""
+"""The filters that a user may give: an expression; a list of (column, operator, value), all of which must hold; or a
+list of such lists, one of which must hold."""
 
 _PROTOCOL = 5  # the digest covers pickled bytes: the protocol must not follow Python's default
 _SHOWN = 1000
@@ -100,7 +100,7 @@ def _predicates(filters: Any) -> Iterator[Any]:
 
 
 def _check_predicate(name: str, operation: str, value: Any) -> None:
-    """Refuse what pyarrow takes and users do not mean."""
+    """Refuse predicates that pyarrow accepts but that match nothing, such as a comparison with None."""
     given = f"the filter {(name, operation, value)!r:.200}"
     if operation in ("in", "not in"):
         if isinstance(value, str | bytes):

@@ -10,7 +10,7 @@ Puffin file it lies.
 - Equality deletes apply to data files of their partition (or to all, if their partitioning has no fields) that are
   older: a file added together with them is not touched.
 
-What cannot be read exactly is refused by name: files that are not Parquet, encrypted files, a file listed twice.
+Refused by name, because they cannot be read exactly: files that are not Parquet, encrypted files, a file listed twice.
 """
 
 from __future__ import annotations
