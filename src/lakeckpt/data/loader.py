@@ -36,7 +36,6 @@ from lakeckpt.data.foreign.frameworks import (
     without_others,
 )
 from lakeckpt.data.options import check_only_reader, flag, optional, refuse, whole
-from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.reader import LoaderReader, MixtureReader
 from lakeckpt.data.source import Items, gives
 from lakeckpt.data.streams.mix import MixedDataset
@@ -350,8 +349,6 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Give the sources of a `lakeckpt.mix`, each of which ``weights`` names, other weights from the next step on.
         Every rank must do so at the same step. Rows that were read ahead are read anew. Raises ConfigError."""
-        if not isinstance(self._progress, MixedProgress):
-            raise ConfigError("set_weights changes the weights of a lakeckpt.mix, and this loader reads one dataset")
         self._settle()
         self._progress.set_weights(weights)
         self._early = None

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lakeckpt.core.changes import opening, without
+from lakeckpt.core.changes import opening, replan, without
 from lakeckpt.core.identity import Identity, Mixing
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Rest, turns
@@ -29,7 +29,18 @@ from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedReceipt, P
 from lakeckpt.core.streams.mixing import Share, fractions
 from lakeckpt.core.streams.stream import StreamDeal
 
-__all__ = ["MixedPlan", "advanced", "excluding", "joined", "plan_of", "replanned", "reweighed", "started", "stretches"]
+__all__ = [
+    "MixedPlan",
+    "advanced",
+    "excluding",
+    "going_on",
+    "joined",
+    "plan_of",
+    "replanned",
+    "reweighed",
+    "started",
+    "stretches",
+]
 
 
 class MixedPlan:
@@ -205,6 +216,14 @@ def replanned(state: State, topology: Mapping[str, Any]) -> State:
     if before | {"world_size": topology["world_size"]} == topology:  # the deal goes on: micro-batches stay as they are
         return _opened(state, topology, segment.weights, segment.carried)
     return _opened(state, topology, segment.weights, _carried(state, topology["num_lanes"]))
+
+
+def going_on(state: State, topology: Mapping[str, int]) -> State:
+    """Return ``state``, of one order or of a mixture, going on with another topology, in the segment that begins where
+    it is."""
+    if state.mixing is None:
+        return replan(state, **topology)
+    return advanced(replanned(advanced(state), topology))
 
 
 def reweighed(state: State, weights: tuple[int, ...]) -> State:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lakeckpt.core.consumption import between
+from lakeckpt.core.identity import Mixing
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
 from lakeckpt.data.flows.calls import maker_of
 from lakeckpt.data.place.deliveries import Deliveries
 from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Fit, Saved, Versions
 from lakeckpt.data.topology import check_topology
@@ -231,15 +231,13 @@ class MixtureReader(_Tracked):
 
     def __init__(self, loader: _Loader, dataset: MixedDataset) -> None:
         super().__init__(loader)
-        progress: Any = self._progress
-        self._mixed: MixedProgress = progress
         self.tables = {name: TableReader(one.versions, name) for name, one in dataset.sources.items()}
         """Name of a source → what reads its table."""
 
     @property
     def facts(self) -> dict[str, str]:
         """What the script gave, for the lines in which a restart says what differs."""
-        mixing, sources = self._mixed.mixing, self._dataset.sources
+        mixing, sources = self._mixing, self._dataset.sources
         return {
             "batch size": str(self._dataset.batch_size),
             "workers": str(self.num_workers),
@@ -251,7 +249,12 @@ class MixtureReader(_Tracked):
     @property
     def weights(self) -> str:
         """The weights with which the mixture goes on; the script's if it has no place yet, or a new source."""
-        return _named(self._mixed.mixing.names, self._mixed.weights)
+        return _named(self._mixing.names, self._progress.weights)
+
+    @property
+    def _mixing(self) -> Mixing:
+        assert self._progress.mixing is not None
+        return self._progress.mixing
 
 
 def _transform_of(source: Any) -> str:

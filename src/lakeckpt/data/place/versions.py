@@ -78,7 +78,10 @@ def check_moves(table: Table, options: ReadOptions, *, endless: bool, follows: b
 
 
 class Versions:
-    """The versions that one dataset reads, in the main process. ``at_hand`` is the version that is read now."""
+    """The versions that one dataset reads, in the main process. ``at_hand`` is the version that is read now.
+
+    Of a mixture, the dataset is its source ``number``, which stays at one version.
+    """
 
     def __init__(
         self,
@@ -87,9 +90,10 @@ class Versions:
         progress: Progress,
         options: ReadOptions,
         *,
+        number: int = 0,
         follow: Follow | None = None,
     ) -> None:
-        self._follow = follow
+        self._number, self._follow = number, follow
         self.at_hand = pinned
         self._source = source
         self._progress = progress
@@ -136,7 +140,7 @@ class Versions:
         """
         self._know(state, saved)
         wanted, live = state.identity.table, self.at_hand.table
-        if self._progress.accepts("table") or self._progress.goes_on_elsewhere(state):
+        if self._progress.accepts("table", self._number) or self._progress.goes_on_elsewhere(state):
             return Fit()
         if wanted == live.index.digest and not look:
             return Fit()
@@ -213,7 +217,7 @@ class Versions:
         """Read the version that ``index`` pins; the place is lost. Return a function that undoes both."""
         before = self.at_hand
         pinned = self._of(index)
-        undo = self._progress.repin(pinned)
+        undo = self._progress.repin(pinned, self._number)
         self._go_to(pinned)
         if index.rest is not None:
             self.read_rest()

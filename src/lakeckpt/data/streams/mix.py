@@ -1,6 +1,6 @@
 """This module defines `lakeckpt.mix`: a weighted mixture of datasets, each of which is read exactly.
 
-A mixture has one place (`lakeckpt.data.place.mixed`), and reads its sources by
+A mixture has one place (`lakeckpt.data.place.progress`), and reads its sources by
 `lakeckpt.data.streams.mixed_source`. The module reads nothing itself and starts no threads.
 """
 
@@ -18,7 +18,8 @@ from lakeckpt.data.base_dataset import BaseDataset
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.options import one_of, optional, whole
 from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.mixed import MixedProgress, SourcePlace, checked_weights
+from lakeckpt.data.place.progress import Progress
+from lakeckpt.data.place.sources import Sources, checked_weights
 from lakeckpt.data.place.versions import Versions
 from lakeckpt.data.source import BatchSource
 from lakeckpt.data.streams.mixed_source import MixedSource
@@ -145,16 +146,11 @@ class MixedDataset(BaseDataset):
         self.batch_size, self.output = batch_size, every[0].output
         self._explicit_rank, self._dp_group = every[0]._explicit_rank, every[0]._dp_group
         pinned = [replace(one._versions.at_hand, endless=True) for one in every]
-        self._mixed = MixedProgress(
-            mixing,
-            pinned,
-            [frozenset(one.options.accept_changes) for one in every],
-            batch_size=batch_size,
-            num_lanes=num_lanes,
-        )
-        self._progress = self._mixed
+        accepted = [one.options.accept_changes for one in every]
+        sources = Sources(pinned, accepted=accepted, mixing=mixing)
+        self._progress = Progress(sources, batch_size=batch_size, num_lanes=num_lanes)
         self.sources = {
-            name: _table_of(one, where, SourcePlace(self._mixed, number))
+            name: _table_of(one, where, self._progress, number)
             for number, ((name, one), where) in enumerate(zip(datasets.items(), pinned, strict=True))
         }
         """Name → the source that is read."""
@@ -187,29 +183,29 @@ class MixedDataset(BaseDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all that was yielded (plain types)."""
-        self._mixed.settle(self.topology[1], 0)
-        return self._mixed.state.to_plain()
+        self._progress.settle(self.topology[1], 0)
+        return self._progress.state.to_plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state`` at the next iteration; StateError, without a change, if it does not fit."""
-        self._mixed.load(self._mixed.read(state))
+        self._progress.load(self._progress.read(state))
 
     def set_epoch(self, epoch: int) -> None:
         """Refuse: sources count their epochs themselves."""
-        self._mixed.begin_epoch(epoch)
+        self._progress.begin_epoch(epoch)
 
     def rewind(self) -> None:
         """Refuse: a mixture has no epochs."""
         raise ConfigError("a mixture has no epoch to begin again: load a state, or make a new mixture")
 
 
-def _table_of(dataset: LakeDataset, pinned: Pinned, place: Any) -> MixedTable:
-    """Return the source that ``dataset`` describes, which reads ``pinned``."""
+def _table_of(dataset: LakeDataset, pinned: Pinned, progress: Progress, number: int) -> MixedTable:
+    """Return the source ``number`` of a mixture, which ``dataset`` describes, and which reads ``pinned``."""
     options = dataset.options
     source = BatchSource(
         pinned, output=dataset.output, options=options, transform=dataset._source.transform, row_wise=False
     )
-    return MixedTable(source=source, versions=Versions(pinned, source, place, options))
+    return MixedTable(source=source, versions=Versions(pinned, source, progress, options, number=number))
 
 
 def _check_source(name: Any, given: Any) -> None:
