@@ -24,8 +24,8 @@ from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurn
 from lakeckpt.data.options import Follow, ReadOptions, flag, following, one_of, optional, positive, whole
 from lakeckpt.data.place.begun import Consumed, rest_of_first_epoch
 from lakeckpt.data.place.identity import Pinned
+from lakeckpt.data.place.orders import Orders
 from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.place.sources import Sources
 from lakeckpt.data.place.versions import Versions, check_moves
 from lakeckpt.data.source import BatchSource, Items, Output
 from lakeckpt.data.topology import check_topology
@@ -164,7 +164,7 @@ class LakeDataset(BaseDataset):
                 pinned, output=self.output, options=options, transform=transform, row_wise=self.row_wise
             )
         self._progress = Progress(
-            Sources([pinned], accepted=[options.accept_changes], describes=describes),
+            Orders([pinned], accepted=[options.accept_changes], describes=describes),
             batch_size=size,
             num_lanes=options.num_lanes,
             row_wise=self.row_wise,

@@ -386,7 +386,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """The side that checkpoint managers see (`lakeckpt.tracking.readers`); ConfigError if nothing is to save."""
         if self._restarts is not None:
             raise ConfigError(f"{_RESTARTS}, so leave it out of the manager's state")
-        return MixtureReader(self, self.dataset) if isinstance(self.dataset, MixedDataset) else LoaderReader(self)
+        return MixtureReader(self) if isinstance(self.dataset, MixedDataset) else LoaderReader(self)
 
     def _check_goes_on(self) -> None:
         if self._restarts is not None:

@@ -245,7 +245,12 @@ def _opened(
 
 
 def excluding(state: State, excluded: Sequence[Mapping[int, Intervals]], orders: Sequence[Identity]) -> State:
-    """Return ``state``, of one order or of a mixture, without ``excluded``: see `lakeckpt.core.changes.without`."""
+    """Return ``state``, of one order or of a mixture, without ``excluded``: see `lakeckpt.core.changes.without`.
+
+    Of a state of which nothing was read, nothing is excluded: it goes on in ``orders``.
+    """
+    if state.is_start:
+        return replace(state, orders=tuple(orders))
     opened = replace(state.segment, micro_batch=plan_of(state).micro_batch(state.step), step=state.step)
     if state.mixing is not None:
         opened = replace(opened, carried=_carried(state, opened.num_lanes))

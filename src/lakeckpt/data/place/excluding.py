@@ -18,7 +18,7 @@ from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
 from lakeckpt.data.place.identity import Pinned
 
-__all__ = ["going_on_without", "order_without"]
+__all__ = ["going_on_without"]
 
 
 def going_on_without(
@@ -29,9 +29,12 @@ def going_on_without(
     ``pinned`` is the version of the state without the row groups that are excluded now. ``at`` returns the version that
     an order of the state is of.
     """
-    rest, its = Plan(state).left, state.identity
+    its = state.identity
+    order = _order_without(its, at(its), pinned)
+    if state.is_start:
+        return order, {}
+    rest = Plan(state).left
     excluded = {left.epoch: _in_windows(left, state.order_of(left.epoch), pinned, at) for left in rest.begun}
-    order = order_without(its, at(its), pinned)
     if its.endless and its.unit > 1:
         # The last sequence of an epoch has the first tokens of the next epoch.
         unread = Left(epoch=rest.next_epoch, positions=Intervals.empty(), num_lanes=1, rotation=0)
@@ -40,7 +43,7 @@ def going_on_without(
     return order, {epoch: positions for epoch, positions in excluded.items() if positions}
 
 
-def order_without(its: Identity, before: Pinned, pinned: Pinned) -> Identity:
+def _order_without(its: Identity, before: Pinned, pinned: Pinned) -> Identity:
     """Return the order ``its``, which is of the version ``before``, in ``pinned``, the same with other row groups."""
     index, counted = pinned.table.index, before.selection
     if counted is not None and set(before.table.index.excluded) <= set(index.excluded):

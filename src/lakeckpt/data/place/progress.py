@@ -23,8 +23,8 @@ from lakeckpt.core.streams.mixture import advanced, going_on, plan_of, reweighed
 from lakeckpt.data.options import check_lanes
 from lakeckpt.data.place.deliveries import Deliveries
 from lakeckpt.data.place.identity import Pinned
+from lakeckpt.data.place.orders import Orders, checked_weights
 from lakeckpt.data.place.runs import Runs
-from lakeckpt.data.place.sources import Sources, checked_weights
 from lakeckpt.errors import ConfigError, StateUnavailable
 
 __all__ = ["Progress"]
@@ -33,11 +33,11 @@ _TOPOLOGY = "num_lanes", "batch_size", "world_size"
 
 
 class Progress:
-    """The place of one rank; every rank of a job in lockstep has an equal one. ``sources`` say what is read."""
+    """The place of one rank; every rank of a job in lockstep has an equal one. ``orders`` say what is read."""
 
     def __init__(
         self,
-        sources: Sources,
+        orders: Orders,
         *,
         batch_size: int,
         num_lanes: int | None,
@@ -45,9 +45,9 @@ class Progress:
         moves: bool = False,
         follows: bool = False,
     ) -> None:
-        self.mixing = sources.mixing
+        self.mixing = orders.mixing
         """How the sources of a mixture take turns; None: there is one source."""
-        self._sources, self._moves, self._follows = sources, moves, follows
+        self._orders, self._moves, self._follows = orders, moves, follows
         self._later: Pinned | None = None
         self.last_receipt: Receipt | None = None
         self.over = False
@@ -72,7 +72,7 @@ class Progress:
         """The order of rows. Raises `ConfigError` of a mixture, which has none of its own."""
         if self.mixing is not None:
             raise ConfigError("a mixture has no order of its own: its sources have")
-        return self._sources.order()
+        return self._orders.order()
 
     @property
     def is_endless(self) -> bool:
@@ -116,7 +116,7 @@ class Progress:
 
     def accepts(self, change: str, source: int = 0) -> bool:
         """Return whether the user accepts this difference between states and a source."""
-        return self._sources.accepts(change, source)
+        return self._orders.accepts(change, source)
 
     def goes_on_elsewhere(self, state: State) -> bool:
         """Return whether versions move and ``state`` needs nothing of the version that it names: its epoch has not
@@ -173,7 +173,7 @@ class Progress:
         check_lanes(num_lanes)
         topology = dict(zip(_TOPOLOGY, (num_lanes, self._batch_size, world_size), strict=True))
         if state is None or self.over:
-            state = self._sources.start(self.epoch, topology)
+            state = self._orders.start(self.epoch, topology)
         return going_on(state, topology)
 
     def following(self, state: State) -> State:
@@ -183,7 +183,7 @@ class Progress:
     def read(self, plain: object) -> State:
         """Return the state of which `State.to_plain` made ``plain``. Raises StateError if it is none, or of another
         kind: of a mixture, or of rows whose number depends on the data."""
-        return self._sources.read(plain)
+        return self._orders.read(plain)
 
     def load(self, state: State, *, ahead: int = 0) -> None:
         """Go on from ``state``; StateMismatch, without a change, if it belongs to another order of rows, or to another
@@ -192,7 +192,7 @@ class Progress:
         StateError if it is a part of a state, or if no job reaches it: see `check_place`, for ``ahead`` as well.
         """
         elsewhere = self.goes_on_elsewhere(state)
-        found, self._sources = self._sources.taken(state, elsewhere=elsewhere, follows=self._follows, ahead=ahead)
+        found, self._orders = self._orders.taken(state, elsewhere=elsewhere, follows=self._follows, ahead=ahead)
         self.last_receipt = None
         self._iteration += 1
         self._set(found)
@@ -220,7 +220,7 @@ class Progress:
         """Read the epoch at hand, of which nothing has been delivered, in the order of another table version."""
         assert self.at_start, "a version is never changed inside of an epoch"
         epoch = self.epoch
-        self._sources = self._sources.reading(pinned)
+        self._orders = self._orders.reading(pinned)
         self._restart(epoch)
 
     def go_over(self, pinned: Pinned) -> None:
@@ -228,7 +228,7 @@ class Progress:
         state, steps, settled = self.state, self.plan.steps, self._settled
         assert settled is not None and state.step == steps, "a tranche is read to its last full step"
         self.runs.finish(None, moves=True)
-        self._sources = self._sources.reading(pinned)
+        self._orders = self._orders.reading(pinned)
         self._set(self._start_of(state.epoch + 1, state))
         self._settled = None  # at an end there was nothing to plan anew
         self.settle(*settled)
@@ -251,13 +251,13 @@ class Progress:
 
     def _leave_rest(self) -> None:
         if self._later is not None:
-            self._sources = self._sources.reading(self._later)
+            self._orders = self._orders.reading(self._later)
             self._later = None
 
     def repin(self, pinned: Pinned, source: int = 0) -> Callable[[], None]:
         """Read a source in another table version; a state is loaded next. Return a function that undoes it."""
         undo = self.remember()
-        self._sources = self._sources.reading(pinned, source)
+        self._orders = self._orders.reading(pinned, source)
         self.last_receipt, self.over = None, False
         self._settled = self._plan = self._later = None
         self.runs.leave()
@@ -286,7 +286,7 @@ class Progress:
         """Return a number for the iteration that begins; `check` refuses those of earlier ones. `ConfigError` if a
         mixture ends before its first step."""
         if self.mixing is not None and (small := self.plan.too_small):
-            rows = ", ".join(f"{self.mixing.names[one]!r} has {self._sources.order(one).rows}" for one in small)
+            rows = ", ".join(f"{self.mixing.names[one]!r} has {self._orders.order(one).rows}" for one in small)
             lanes, size = self.plan.segment.num_lanes, self.plan.segment.batch_size
             raise ConfigError(
                 f"the mixture ends before its first step: of its sources, {rows} rows, and one step takes rows of each "
@@ -389,4 +389,4 @@ class Progress:
 
     def _start_of(self, epoch: int, state: State) -> State:
         """Return the start of ``epoch``, in the order of this identity and the topology of ``state``."""
-        return self._sources.start(epoch, dict(zip(_TOPOLOGY, state.segment.topology, strict=True)))
+        return self._orders.start(epoch, dict(zip(_TOPOLOGY, state.segment.topology, strict=True)))

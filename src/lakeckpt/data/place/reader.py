@@ -8,7 +8,7 @@ themselves; `start` has the loader begin to read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from lakeckpt.core.consumption import between
 from lakeckpt.core.identity import Mixing
@@ -19,6 +19,7 @@ from lakeckpt.data.place.deliveries import Deliveries
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Fit, Saved, Versions
+from lakeckpt.data.source import BatchSource
 from lakeckpt.data.topology import check_topology
 from lakeckpt.errors import StateMismatch
 from lakeckpt.lake.table.index import TableIndex
@@ -27,17 +28,19 @@ from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.packing import Packing
 
-if TYPE_CHECKING:
-    from lakeckpt.data.streams.mix import MixedDataset
-
 __all__ = ["LoaderReader", "MixtureReader", "TableReader"]
 
 
 class TableReader:
-    """The table that a loader reads, or the ``source`` of a mixture, in its ``versions``."""
+    """The table that a loader reads, or the source ``name`` of a mixture, in its ``versions``."""
 
-    def __init__(self, versions: Versions, source: str | None = None) -> None:
-        self._versions, self._source = versions, source
+    def __init__(self, versions: Versions, name: str | None = None) -> None:
+        self._versions, self._name = versions, name
+
+    @property
+    def source(self) -> BatchSource:
+        """The source of its batches."""
+        return self._versions.source
 
     @property
     def table(self) -> Table:
@@ -66,11 +69,11 @@ class TableReader:
     def fit(self, state: Mapping[str, Any], saved: Saved, *, look: bool) -> Fit:
         """See `lakeckpt.data.place.versions.Versions.fit`."""
         found = State.from_plain(state)
-        if found.mixing is None or self._source is None:
+        if found.mixing is None or self._name is None:
             return self._versions.fit(found, saved, look=look)
-        if self._source not in found.mixing.names:
+        if self._name not in found.mixing.names:
             return Fit()  # nothing of it was read
-        return self._versions.fit(found.of(found.mixing.names.index(self._source)), saved, look=look)
+        return self._versions.fit(found.of(found.mixing.names.index(self._name)), saved, look=look)
 
     def repin(self, index: TableIndex) -> Callable[[], None]:
         """Read the table version that ``index`` pins; a state is loaded next. Return a function that undoes it."""
@@ -229,21 +232,22 @@ class LoaderReader(_Tracked, TableReader):
 class MixtureReader(_Tracked):
     """The side of ``loader``, which reads the mixture ``dataset``, that checkpoint managers see."""
 
-    def __init__(self, loader: _Loader, dataset: MixedDataset) -> None:
-        super().__init__(loader)
-        self.tables = {name: TableReader(one.versions, name) for name, one in dataset.sources.items()}
+    @property
+    def tables(self) -> dict[str, TableReader]:
         """Name of a source → what reads its table."""
+        found: dict[str, TableReader] = self._dataset.sources
+        return found
 
     @property
     def facts(self) -> dict[str, str]:
         """What the script gave, for the lines in which a restart says what differs."""
-        mixing, sources = self._mixing, self._dataset.sources
+        mixing = self._mixing
         return {
             "batch size": str(self._dataset.batch_size),
             "workers": str(self.num_workers),
             "weights": _named(mixing.names, mixing.weights),
             "schedule": str([(step, _named(mixing.names, weights)) for step, weights in mixing.schedule]),
-            **{f"transform of {name!r}": _transform_of(one.source) for name, one in sources.items()},
+            **{f"transform of {name!r}": _transform_of(one.source) for name, one in self.tables.items()},
         }
 
     @property

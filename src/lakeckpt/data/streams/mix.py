@@ -7,7 +7,7 @@ A mixture has one place (`lakeckpt.data.place.progress`), and reads its sources 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch.utils.data import get_worker_info
@@ -18,8 +18,9 @@ from lakeckpt.data.base_dataset import BaseDataset
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.options import one_of, optional, whole
 from lakeckpt.data.place.identity import Pinned
+from lakeckpt.data.place.orders import Orders, checked_weights
 from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.place.sources import Sources, checked_weights
+from lakeckpt.data.place.reader import TableReader
 from lakeckpt.data.place.versions import Versions
 from lakeckpt.data.source import BatchSource
 from lakeckpt.data.streams.mixed_source import MixedSource
@@ -27,10 +28,9 @@ from lakeckpt.data.transform import CarriedRows
 from lakeckpt.errors import ConfigError, SchemaError
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.table import Table
-from lakeckpt.reading.packed.packing import Packing
 from lakeckpt.reading.windows.decode import select_columns
 
-__all__ = ["MixedDataset", "MixedTable", "mix"]
+__all__ = ["MixedDataset", "mix"]
 
 _MOST_PIECES = 1000
 Weights = Mapping[str, float]
@@ -110,24 +110,6 @@ def mix(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedTable:
-    """A source of a mixture, as it is read."""
-
-    source: BatchSource
-    versions: Versions
-
-    @property
-    def table(self) -> Table:
-        """Its table, at the version that is read."""
-        return self.versions.at_hand.table
-
-    @property
-    def packing(self) -> Packing | None:
-        """How its documents are packed; None: rows are read."""
-        return self.versions.at_hand.packing
-
-
 class MixedDataset(BaseDataset):
     """What `mix` returns: a dataset for a `LakeLoader`, or for a loop in this process."""
 
@@ -147,10 +129,10 @@ class MixedDataset(BaseDataset):
         self._explicit_rank, self._dp_group = every[0]._explicit_rank, every[0]._dp_group
         pinned = [replace(one._versions.at_hand, endless=True) for one in every]
         accepted = [one.options.accept_changes for one in every]
-        sources = Sources(pinned, accepted=accepted, mixing=mixing)
-        self._progress = Progress(sources, batch_size=batch_size, num_lanes=num_lanes)
+        orders = Orders(pinned, accepted=accepted, mixing=mixing)
+        self._progress = Progress(orders, batch_size=batch_size, num_lanes=num_lanes)
         self.sources = {
-            name: _table_of(one, where, self._progress, number)
+            name: _table_of(name, one, where, self._progress, number)
             for number, ((name, one), where) in enumerate(zip(datasets.items(), pinned, strict=True))
         }
         """Name → the source that is read."""
@@ -199,13 +181,13 @@ class MixedDataset(BaseDataset):
         raise ConfigError("a mixture has no epoch to begin again: load a state, or make a new mixture")
 
 
-def _table_of(dataset: LakeDataset, pinned: Pinned, progress: Progress, number: int) -> MixedTable:
+def _table_of(name: str, dataset: LakeDataset, pinned: Pinned, progress: Progress, number: int) -> TableReader:
     """Return the source ``number`` of a mixture, which ``dataset`` describes, and which reads ``pinned``."""
     options = dataset.options
     source = BatchSource(
         pinned, output=dataset.output, options=options, transform=dataset._source.transform, row_wise=False
     )
-    return MixedTable(source=source, versions=Versions(pinned, source, progress, options, number=number))
+    return TableReader(Versions(pinned, source, progress, options, number=number), name)
 
 
 def _check_source(name: Any, given: Any) -> None:

@@ -1,6 +1,6 @@
-"""This module says what a reader reads: one table, or the sources of a mixture, each in an order of its own.
+"""This module holds the orders in which a reader reads: of one table, or of each source of a mixture.
 
-`Sources` is a value. It makes orders when they are first asked for, because rows that are filtered must be counted
+`Orders` is a value. It makes orders when they are first asked for, because rows that are filtered must be counted
 first. It compares a state that is loaded with these orders, and takes it as its own. A difference raises `StateError`
 or `StateMismatch`, which says what to do. The module reads no rows, and starts no threads.
 """
@@ -19,11 +19,11 @@ from lakeckpt.core.streams.mixture import joined, started
 from lakeckpt.data.place.identity import Pinned, at_version, check_accepted, differing
 from lakeckpt.errors import ConfigError, StateError, StateMismatch
 
-__all__ = ["Sources", "checked_weights"]
+__all__ = ["Orders", "checked_weights"]
 
 
-class Sources:
-    """What is read: one source, or those of ``mixing``, in its order.
+class Orders:
+    """The orders of one source, or of those of ``mixing``. A source is an order, or what makes one.
 
     ``accepted`` are the differences between states and each source that the user accepts; none by default.
     ``describes`` says what makes any number of items of each row, and reads a few rows for it; None: nothing does.
@@ -31,29 +31,29 @@ class Sources:
 
     def __init__(
         self,
-        every: Sequence[Identity | Pinned],
+        sources: Sequence[Identity | Pinned],
         *,
         accepted: Sequence[Collection[str]] | None = None,
         describes: Callable[[Identity], Maker] | None = None,
         mixing: Mixing | None = None,
     ) -> None:
         self.mixing = mixing
-        self._every = tuple(every)
-        self._accepted = [frozenset[str]()] * len(every) if accepted is None else list(map(frozenset, accepted))
+        self._sources = tuple(sources)
+        self._accepted = [frozenset[str]()] * len(sources) if accepted is None else list(map(frozenset, accepted))
         self._describes = describes
-        self._orders: dict[int, Identity] = {}
+        self._known: dict[int, Identity] = {}
         """Source → its order, once it was asked for."""
 
-    def reading(self, source: Identity | Pinned, number: int = 0) -> Sources:
-        """Return these sources, of which one is read as ``source`` says."""
-        every = [*self._every[:number], source, *self._every[number + 1 :]]
-        found = Sources(every, accepted=self._accepted, describes=self._describes, mixing=self.mixing)
-        found._orders = {at: order for at, order in self._orders.items() if at != number}
+    def reading(self, source: Identity | Pinned, number: int = 0) -> Orders:
+        """Return these orders with that of another ``source`` in the place of source ``number``."""
+        every = [*self._sources[:number], source, *self._sources[number + 1 :]]
+        found = Orders(every, accepted=self._accepted, describes=self._describes, mixing=self.mixing)
+        found._known = {at: order for at, order in self._known.items() if at != number}
         return found
 
     def order(self, number: int = 0) -> Identity:
         """Return the order of the rows of a source. If its rows are filtered, asking for it counts them."""
-        found, source = self._orders.get(number), self._every[number]
+        found, source = self._known.get(number), self._sources[number]
         if found is not None:
             return found
         if isinstance(source, Identity):
@@ -64,15 +64,13 @@ class Sources:
             if self.mixing is None:
                 raise
             raise ConfigError(f"source {self.mixing.names[number]!r} of the mixture cannot be read: {error}") from error
-        found = self._orders[number] = (
-            found if self._describes is None else replace(found, maker=self._describes(found))
-        )
+        found = self._known[number] = found if self._describes is None else replace(found, maker=self._describes(found))
         return found
 
     @property
-    def orders(self) -> tuple[Identity, ...]:
+    def every(self) -> tuple[Identity, ...]:
         """The orders of all sources."""
-        return tuple(map(self.order, range(len(self._every))))
+        return tuple(map(self.order, range(len(self._sources))))
 
     def accepts(self, change: str, number: int = 0) -> bool:
         """Return whether the user accepts this difference between states and a source."""
@@ -81,7 +79,7 @@ class Sources:
     def start(self, epoch: int, topology: Mapping[str, int]) -> State:
         """Return the state before the first step of ``epoch``; of a mixture, before its first step."""
         if self.mixing is not None:
-            return started(self.mixing, self.orders, topology)
+            return started(self.mixing, self.every, topology)
         return start(self.order(), epoch=epoch, **topology)
 
     def read(self, plain: object) -> State:
@@ -98,8 +96,8 @@ class Sources:
             raise StateError(f"in this dataset {here}, and the state was saved by a reader in which {there}")
         return found
 
-    def taken(self, state: State, *, elsewhere: bool, follows: bool, ahead: int) -> tuple[State, Sources]:
-        """Return ``state`` in these orders, and the sources as it reads them.
+    def taken(self, state: State, *, elsewhere: bool, follows: bool, ahead: int) -> tuple[State, Orders]:
+        """Return ``state`` in these orders, and the orders with what it decides.
 
         ``elsewhere``: its epoch has not begun or is all read, and goes on in this table version. ``follows``: the table
         is followed, of which the last tranche before an idle end has another tail. ``ahead``: see `check_place`.
@@ -138,7 +136,7 @@ class Sources:
         _check_mixing(mixing, before)
         its = dict(zip(before.names, state.orders, strict=True))
         found = {}
-        for number, (name, order) in enumerate(zip(mixing.names, self.orders, strict=True)):
+        for number, (name, order) in enumerate(zip(mixing.names, self.every, strict=True)):
             found[name] = replace(order, phase=its[name].phase) if name in its else order
             try:
                 differences = differing(found[name], its.get(name, order), kept=self._kept(number))
@@ -150,15 +148,15 @@ class Sources:
             return replace(state, mixing=mixing)
         return joined(state, mixing, tuple(found.values()))
 
-    def _ordered(self, order: Identity) -> Sources:
-        """Return these sources, of which the only one has ``order``."""
-        found = self.reading(self._every[0])
-        found._orders = {0: order}
+    def _ordered(self, order: Identity) -> Orders:
+        """Return these orders, of which the only one is ``order``."""
+        found = self.reading(self._sources[0])
+        found._known = {0: order}
         return found
 
     def _kept(self, number: int) -> str:
         """Return the filter of a source, for people."""
-        source = self._every[number]
+        source = self._sources[number]
         return str(source.selecting) if isinstance(source, Pinned) else ""
 
 
