@@ -36,7 +36,7 @@ from lakeckpt.data.foreign.frameworks import (
     without_others,
 )
 from lakeckpt.data.options import check_only_reader, flag, optional, refuse, whole
-from lakeckpt.data.place.reader import LoaderReader, MixtureReader
+from lakeckpt.data.place.reader import LoaderReader
 from lakeckpt.data.source import Items, gives
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.data.workers.pool import Workers
@@ -382,11 +382,11 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._progress.turn(self.topology[0], loaded=True)
 
     @property
-    def _reader(self) -> LoaderReader | MixtureReader:
+    def _reader(self) -> LoaderReader:
         """The side that checkpoint managers see (`lakeckpt.tracking.readers`); ConfigError if nothing is to save."""
         if self._restarts is not None:
             raise ConfigError(f"{_RESTARTS}, so leave it out of the manager's state")
-        return MixtureReader(self) if isinstance(self.dataset, MixedDataset) else LoaderReader(self)
+        return LoaderReader(self)
 
     def _check_goes_on(self) -> None:
         if self._restarts is not None:
