@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lakeckpt import LakeDataset, LakeLoader, Ragged, Table, mix, open_table, pack
 from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.checkpoint.ledger.explain import explain
 from lakeckpt.checkpoint.ledger.report import AuditReport
 from lakeckpt.errors import DataFileDamaged
 from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
@@ -215,3 +216,8 @@ def test_a_stream_goes_on_at_the_token_at_which_it_was(tmp_path: Path, monkeypat
     assert job.tokens == expected[: len(job.tokens)]
     report = job.audited()
     assert report.verdict == "except" and sum(one.excluded for one in report.readers[0].epochs) == 8, report
+    named = Counter[tuple[int, int]]()
+    for step in range(18, 23):
+        for one in (one for reader in explain(job.storage, step).readers for one in reader.ranks[0].micro_batches):
+            named.update((span.epoch, at) for span in one.spans for at in range(span.start, span.stop))
+    assert named.total() == len(named) == 15
