@@ -17,7 +17,7 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.link import AgentLink
-from lakeckpt.checkpoint.agent.orders import Begin, Bye, Documents, Dropped, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Begin, Bye, Documents, Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.errors import SaveFailed
@@ -25,6 +25,7 @@ from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.obstacles import Obstacle
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 
 __all__ = ["ThreadAgent", "believing", "manager_with"]
@@ -99,8 +100,8 @@ class ThreadAgent:
     def keep(self, documents: Documents, /) -> None:
         self._persister.take(documents)
 
-    def drop(self, save: Dropped, /) -> None:
-        self._persister.take(save)
+    def pass_on(self, obstacle: Obstacle, /) -> None:
+        self._persister.take(obstacle)
 
     def report(self, outcome: Outcome) -> None:
         self._got.append(outcome)

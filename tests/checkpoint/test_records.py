@@ -352,7 +352,7 @@ def test_where_there_is_nobody_to_wait_for_any_more_it_ends_at_once() -> None:
     storage = MemoryStorage()
     for rank in range(2):
         waiter = EventWaiter(storage)
-        talk = RecordTalk(storage, SAVE, rank=rank, world_size=2, waiter=waiter, timeout_s=5.0, still=over)
+        talk = RecordTalk(storage, SAVE, rank=rank, world_size=2, waiter=waiter, timeout_s=5.0, obstacles=over)
         with pytest.raises(SaveFailed, match="before their trainers died"):
             talk.everyone({"a": "x"})
         assert waiter.time_s == 0.0

@@ -121,7 +121,7 @@ def open_saves(
         world_size=exchange.world_size,
         settings=settings,
         waiter=waiter,
-        exchange=exchange if exchange.world_size > 1 else None,
+        obstacles=exchange.obstacles,
     )
     return Saver(publisher, storage, exchange, objects=objects, tracks=tracks, journal=journal)
 

@@ -24,7 +24,6 @@ from lakeckpt.checkpoint.agent.orders import (
     Begin,
     Bye,
     Documents,
-    Dropped,
     Message,
     Order,
     Outcome,
@@ -34,6 +33,7 @@ from lakeckpt.checkpoint.agent.orders import (
 )
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.errors import AgentError, ArenaError, SaveFailed, WireError
+from lakeckpt.tracking.obstacles import Obstacle
 from lakeckpt.tracking.waiting import SystemWaiter
 
 __all__ = ["LINGER_S", "AgentLink"]
@@ -96,6 +96,7 @@ class AgentLink:
         self._got: list[Outcome] = []
         self._unsent: deque[Message] = deque()
         self._documents = Documents(data={})
+        self._obstacles: list[Obstacle] = []
         self._start()
         self._wait_until_ready()
 
@@ -120,9 +121,10 @@ class AgentLink:
         self._documents = documents
         self._send(documents)
 
-    def drop(self, save: Dropped, /) -> None:
-        """Another rank has dropped its save: the agent stops waiting for that rank, and the outcome names the cause."""
-        self._send(save)
+    def pass_on(self, obstacle: Obstacle, /) -> None:
+        """Pass an obstacle on: the agent stops waiting, and the outcome names the cause; another agent gets it, too."""
+        self._obstacles.append(obstacle)
+        self._send(obstacle)
 
     def outcomes(self) -> list[Outcome]:
         """Return the outcomes since the last call, without waiting."""
@@ -186,6 +188,8 @@ class AgentLink:
         self._child = _Child(process=process, orders=orders, outcomes=outcomes)
         self._send(self._begin)
         self._send(self._documents)
+        for obstacle in self._obstacles:
+            self._send(obstacle)
 
     def _start_again(self) -> None:
         self._lost = ""

@@ -1,6 +1,6 @@
 """This module defines the messages between a trainer and its agent, and their bytes on a pipe.
 
-The trainer sends `Begin` first, then `Documents`, `Order` and `Dropped`, and `Bye` at the end. The agent answers
+The trainer sends `Begin` first, then `Documents`, `Order` and each `Obstacle`, and `Bye` at the end. The agent answers
 `Begin` with `Ready` and each order with an `Outcome`. A message is a document of ``wire`` that names the release of
 lakeckpt that wrote it: both ends must be of one release. Nothing is unpickled. Imports without torch.
 """
@@ -17,6 +17,7 @@ from lakeckpt.checkpoint.format.parts import SiteWaits
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.errors import AgentError
+from lakeckpt.tracking.obstacles import Obstacle
 from lakeckpt.wire.documents import from_plain_of, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
@@ -24,7 +25,6 @@ __all__ = [
     "Begin",
     "Bye",
     "Documents",
-    "Dropped",
     "Message",
     "Order",
     "Outcome",
@@ -87,15 +87,6 @@ class Documents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
-    """Another rank has dropped the save of an order, for ``failure`` (`lakeckpt.tracking.notes.error_to_text`)."""
-
-    step: int
-    number: int
-    failure: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The result of an order: a commit in ``slot``, or ``kind`` and ``text`` of an error.
 
@@ -122,9 +113,9 @@ class Bye:
     well: bool = True
 
 
-Message = Begin | Ready | Documents | Order | Dropped | Outcome | Bye
+Message = Begin | Ready | Documents | Order | Obstacle | Outcome | Bye
 _TYPES: dict[str, type[Message]] = {
-    one.__name__: one for one in (Begin, Ready, Documents, Order, Dropped, Outcome, Bye)
+    one.__name__: one for one in (Begin, Ready, Documents, Order, Obstacle, Outcome, Bye)
 }
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from lakeckpt.checkpoint.format.parts import PARTS, SaveId
@@ -47,16 +48,16 @@ class RecordTalk(Rounds):
         world_size: int,
         waiter: Waiter,
         timeout_s: float,
-        still: Callable[[], None] = lambda: None,
+        obstacles: Callable[[], None] = lambda: None,
         pause_s: float = LONGEST_S,
     ) -> None:
-        """``still``: called whenever nothing was found yet; raises where there is nobody to wait for any more.
+        """``obstacles``: called whenever nothing was found yet; raises if waiting is in vain.
         ``pause_s``: the longest pause between two looks."""
         super().__init__(rank=rank, world_size=world_size)
         self._storage, self._save = storage, save
         self._folder = f"{PARTS}/{save.folder}"
-        self._waiter, self._timeout_s = waiter, timeout_s
-        self._still, self._pause_s = still, pause_s
+        self._timeout_s = timeout_s
+        self._poll = partial(poll, waiter=waiter, longest_s=pause_s, obstacles=obstacles)
 
     def state_alone(self, facts: Mapping[str, str]) -> None:
         """Take part in a round without waiting for it: rank 0 answers with its own facts."""
@@ -87,13 +88,10 @@ class RecordTalk(Rounds):
                 raise failure
             new = [path for path in names if path in listed and path not in found]
             found.update(zip(new, pool.map(lambda path: self._read(path, facts_from_bytes), new), strict=True))
-            if len(found) == len(names):
-                return True
-            self._still()
-            return None
+            return len(found) == len(names) or None
 
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-records") as pool:
-            is_complete = poll(look, waiter=self._waiter, timeout_s=self._timeout_s, longest_s=self._pause_s)
+            is_complete = self._poll(look, timeout_s=self._timeout_s)
         if is_complete is None:
             silent = ranks_of(rank for path, rank in names.items() if path not in found)
             raise MissingRanksError(
@@ -110,11 +108,10 @@ class RecordTalk(Rounds):
                 failure = published_failure(self._storage, self._save, 0)
                 if failure is not None:
                     raise failure from None
-                self._still()
                 return None
 
         timeout_s = 2 * self._timeout_s  # rank 0 waits for all others first, as long as it may
-        answer = poll(look, waiter=self._waiter, timeout_s=timeout_s, longest_s=self._pause_s)
+        answer = self._poll(look, timeout_s=timeout_s)
         if answer is None:
             raise MissingRanksError(
                 f"rank 0 of {self.world_size} did not answer for the save of step {self._save.step} within "
