@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lakeckpt import CheckpointManager
@@ -83,7 +84,7 @@ class ThreadAgent:
         self._persister = Persister(
             _places[begin.uri],
             self._generations,
-            begin.attempt,
+            replace(begin.attempt, pending={}),
             rank=begin.rank,
             world_size=begin.world_size,
             settings=begin.settings,

@@ -21,7 +21,7 @@ from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.link import AgentLink
-from lakeckpt.checkpoint.agent.orders import Documents, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Documents, Order
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.reports import shared_fields
@@ -29,10 +29,8 @@ from lakeckpt.checkpoint.consumed.tracks import Journal, Pending, ReaderTrack
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.keep import checked_metric
-from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.commit import Remarks
 from lakeckpt.checkpoint.persist.indexes import Document, documents_of_all
 from lakeckpt.checkpoint.report import Saved
 from lakeckpt.errors import (
@@ -278,8 +276,11 @@ class Background:
         self._look_for_obstacles()
         for outcome in self._agent.outcomes():
             if outcome.number in self._pending:
-                one = self._pending.pop(outcome.number)
-                self._settle(one, self._result_of(outcome, one.order.metric))
+                error = save_error(f"{outcome.kind}: {outcome.text}") if outcome.info is None else None
+                result = Saved(
+                    step=outcome.step, info=outcome.info, error=error, remarks=outcome.remarks, took_s=outcome.took_s
+                )
+                self._settle(self._pending.pop(outcome.number), result)
 
     def _settle(self, one: _Pending, result: Saved) -> None:
         one.lock.close()
@@ -313,22 +314,6 @@ class Background:
 
     def _save_of(self, order: Order) -> SaveId:
         return SaveId(attempt=self.attempt.number, step=order.step, number=order.number)
-
-    def _result_of(self, outcome: Outcome, metric: float | None) -> Saved:
-        if outcome.slot is None:
-            error = save_error(f"{outcome.kind}: {outcome.text}")
-            return Saved(step=outcome.step, info=None, error=error)
-        info = CheckpointInfo(
-            slot=outcome.slot,
-            step=outcome.step,
-            attempt=self.attempt.number,
-            world_size=self._exchange.world_size,
-            created_s=outcome.created_s,
-            metric=metric,
-            waits=outcome.waits,
-        )
-        remarks = Remarks(lost=outcome.lost, unpruned=outcome.text)
-        return Saved(step=outcome.step, info=info, error=None, remarks=remarks, took_s=outcome.took_s)
 
     def wait(self) -> None:
         """Return when the results of all saves are known. Raises `SaveFailed` if the agent is silent."""

@@ -145,7 +145,7 @@ def _open_agent(
         Begin(
             uri=place.uri,
             storage_options=place.storage_options,
-            attempt=replace(attempt, pending={}),
+            attempt=attempt,
             settings=replace(settings, timeout_s=float(settings.timeout_s)),
             digest=digest,
             rank=exchange.rank,

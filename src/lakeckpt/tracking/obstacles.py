@@ -28,6 +28,7 @@ from lakeckpt.tracking.tally import Tally
 __all__ = [
     "ABORTED",
     "FAILED",
+    "LATE",
     "LEFT",
     "PROCESS",
     "STOPPED",
@@ -38,7 +39,7 @@ __all__ = [
     "own_process",
 ]
 
-FAILED, STOPPED, LEFT, ABORTED = "failed", "stopped", "left", "aborted"
+FAILED, STOPPED, LEFT, ABORTED, LATE = "failed", "stopped", "left", "aborted", "late"
 PROCESS = "process"
 """The fact of a rank that names its process."""
 _MOST_BYTES = 4000
@@ -50,7 +51,7 @@ class Obstacle:
 
     `FAILED`: for its part in the save number ``first``. `STOPPED`: for anything, and in the saves from number ``first``
     on. `LEFT`: as `STOPPED`, but the rank has closed its manager well: its process may end, and nothing has failed.
-    `ABORTED`: for a last save after a signal.
+    `ABORTED`: for the last save after a signal. `LATE`: as `ABORTED`, but all ranks live, and one comes to no cut.
     """
 
     kind: str
@@ -58,8 +59,6 @@ class Obstacle:
     error: str
     """The cause, as `error_to_text` returns it."""
     first: int = 0
-    is_loss: bool = True
-    """A rank is gone, so that its launcher starts the job again; else the ranks live, and one is too late."""
 
     @property
     def cause(self) -> str:
@@ -89,15 +88,14 @@ class Obstacle:
 
     def to_bytes(self) -> bytes:
         """Return the obstacle as bytes; a long text is cut off."""
-        text = f"{self.kind} {self.rank} {self.first} {self.is_loss:d}\n{self.error}"
-        return text.encode("utf-8", "replace")[:_MOST_BYTES]
+        return f"{self.kind} {self.rank} {self.first}\n{self.error}".encode("utf-8", "replace")[:_MOST_BYTES]
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Obstacle:
         """Return the obstacle that `to_bytes` made ``data`` of. Raises ValueError for other bytes."""
         head, _, error = data.decode("utf-8", "replace").partition("\n")
-        kind, rank, first, is_loss = head.split()
-        return cls(kind=kind, rank=int(rank), first=int(first), is_loss=bool(int(is_loss)), error=error)
+        kind, rank, first = head.split()
+        return cls(kind=kind, rank=int(rank), first=int(first), error=error)
 
 
 class Obstacles:
@@ -141,13 +139,12 @@ class Obstacles:
         text = f"it closed its manager after step {step}. Let the loops of all ranks end at one step"
         self._add(LEFT, SaveFailed(text), first=first)
 
-    def abort(self, reason: str, *, is_loss: bool) -> None:
+    def abort(self, reason: str, *, is_late: bool) -> None:
         """Add that this rank cannot make the last save after a signal."""
-        self._add(ABORTED, SaveFailed(reason), is_loss=is_loss)
+        self._add(LATE if is_late else ABORTED, SaveFailed(reason))
 
-    def _add(self, kind: str, error: BaseException, *, first: int = 0, is_loss: bool = True) -> None:
-        text = error_to_text(error)
-        self._share(Obstacle(kind=kind, rank=self._rank, error=text, first=first, is_loss=is_loss))
+    def _add(self, kind: str, error: BaseException, *, first: int = 0) -> None:
+        self._share(Obstacle(kind=kind, rank=self._rank, error=error_to_text(error), first=first))
 
     def _share(self, obstacle: Obstacle) -> None:
         """Add an obstacle to the list that all ranks share, if there is one."""

@@ -82,7 +82,7 @@ def test_an_ordered_cut_is_committed_as_it_was_captured(tmp_path: Path) -> None:
         desk = Desk(storage, tmp_path, EventWaiter(storage))
         serve(desk, (5, 0))
     assert committed(storage) == [5] and desk.said() == [(5, "")] and holds(storage, 5)
-    assert desk.outcomes[0].slot == 1 and desk.persister.recorded == 5
+    assert desk.outcomes[0].info.slot == 1 and desk.persister.recorded == 5
 
 
 def test_the_newest_of_several_orders_is_done_and_the_others_are_left_out_and_told(tmp_path: Path) -> None:
@@ -402,7 +402,7 @@ def test_a_commit_behind_which_nothing_can_be_removed_says_so_and_its_log_too(tm
         desk.persister.leave()
         assert desk.persister.join(PATIENCE_S), "it does not end"
     assert desk.said() == [(5, ""), (6, "")] and committed(storage) == [5, 6]
-    first, second = (one.text for one in desk.outcomes)
+    first, second = (one.remarks.unpruned for one in desk.outcomes)
     assert first == "" and "delete" in second
     assert f"checkpoints that are not to be kept could not be removed: {second}" in desk.log
 
@@ -702,7 +702,7 @@ def test_what_an_agent_committed_and_did_not_report_is_found_by_the_next(tmp_pat
         second.order(6, 1)
         second.persister.leave()
         run(second)
-    assert second.said() == [(6, "")] and [one.slot for one in second.outcomes] == [2]
+    assert second.said() == [(6, "")] and [one.info.slot for one in second.outcomes] == [2]
     assert committed(storage) == [5, 6]
 
 
@@ -808,7 +808,7 @@ def test_a_save_that_another_rank_gave_up_is_waited_for_by_nobody(tmp_path: Path
     assert desk.persister.join(PATIENCE_S)
     assert [one.kind for one in desk.outcomes] == ["save_failed"] and "the disk is full" in desk.outcomes[0].text
     note = storage.objects[SaveId(attempt=0, step=5, number=0).failure_path(rank)]
-    assert note == b"failed %d 0 1\nsave_failed: rank 7 could not write its part: the disk is full" % rank
+    assert note == b"failed %d 0\nsave_failed: rank 7 could not write its part: the disk is full" % rank
 
 
 def test_an_order_of_what_was_not_captured_says_why_to_the_other_ranks(tmp_path: Path) -> None:

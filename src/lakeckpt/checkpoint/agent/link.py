@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -80,7 +80,8 @@ _ending: list[int] = []
 
 
 class AgentLink:
-    """A trainer's link to its agent; ``begin`` describes the trainer. Raises `AgentError` where no agent can serve.
+    """A trainer's link to its agent. ``begin`` describes the trainer and its attempt, from whose newest commit that is
+    known then each agent goes on. Raises `AgentError` if no agent can serve.
 
     One thread calls all methods. They do nothing in a forked process.
     """
@@ -186,7 +187,7 @@ class AgentLink:
             if trainer >= 0:
                 os.close(trainer)
         self._child = _Child(process=process, orders=orders, outcomes=outcomes)
-        self._send(self._begin)
+        self._send(replace(self._begin, attempt=replace(self._begin.attempt, pending={})))
         self._send(self._documents)
         for obstacle in self._obstacles:
             self._send(obstacle)
@@ -232,10 +233,6 @@ class AgentLink:
         if isinstance(message, Outcome):
             self._pending.discard((message.step, message.number))
             self._got.append(message)
-            if message.slot is not None:  # another agent goes on from here
-                attempt = self._begin.attempt
-                attempt.last = attempt.parent = message.slot
-                attempt.recorded = message.step
         elif isinstance(message, Ready):
             child.is_ready = not message.kind
             if message.kind:

@@ -8,13 +8,15 @@ lakeckpt that wrote it: both ends must be of one release. Nothing is unpickled. 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.format.fields import fields_of
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.format.parts import SiteWaits
 from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.commit import Remarks
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.errors import AgentError
 from lakeckpt.tracking.obstacles import Obstacle
@@ -88,21 +90,15 @@ class Documents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of an order: a commit in ``slot``, or ``kind`` and ``text`` of an error.
-
-    ``text`` of a commit: why old checkpoints could not be removed after the commit. ``lost``: which files of the run
-    are gone. ``waits``: those of the job.
-    """
+    """The result of an order: the checkpoint, or ``kind`` and ``text`` of an error."""
 
     step: int
     number: int
-    slot: int | None = None
-    created_s: float = 0.0
+    info: CheckpointInfo | None = None
+    remarks: Remarks = field(default_factory=Remarks)
     took_s: float = 0.0
     kind: str = ""
     text: str = ""
-    lost: str = ""
-    waits: tuple[SiteWaits, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

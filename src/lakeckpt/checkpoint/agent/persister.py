@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from lakeckpt.checkpoint.agent.final_save import FINAL, agree_on_final_save, final_folder
@@ -27,7 +28,7 @@ from lakeckpt.checkpoint.arena.checksums import checked
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.consumed.pending import pending_from_bytes
 from lakeckpt.checkpoint.format.digests import short_digest
-from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo, Manifest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.failures import publish_failure, save_failed
@@ -301,27 +302,19 @@ class Persister:
     # --- outcomes
 
     def _report_outcome(self, order: Order, found: Manifest | Exception, took_s: float) -> None:
+        outcome = Outcome(step=order.step, number=order.number, took_s=took_s)
         if isinstance(found, Manifest):
-            outcome = Outcome(
-                step=order.step,
-                number=order.number,
-                slot=found.slot,
-                created_s=found.created_s,
-                took_s=took_s,
-                text=self._publisher.remarks.unpruned,
-                lost=self._publisher.remarks.lost,
-                waits=found.waits,
-            )
+            came, remarks = f"committed in slot {found.slot}", self._publisher.remarks
+            outcome = replace(outcome, info=CheckpointInfo.of(found), remarks=remarks)
         else:
             kind = found.kind if isinstance(found, LakeckptError) else SaveFailed.kind
             text = str(found) if isinstance(found, LakeckptError) else repr(found)
-            outcome = Outcome(step=order.step, number=order.number, took_s=took_s, kind=kind, text=text)
-        came = f"committed in slot {outcome.slot}" if outcome.slot is not None else f"{outcome.kind}: {outcome.text}"
+            came, outcome = f"{kind}: {text}", replace(outcome, kind=kind, text=text)
         self._log(f"step {order.step}: {came} ({took_s:.1f} s)")
-        if outcome.slot is not None and outcome.text:
-            self._log(f"checkpoints that are not to be kept could not be removed: {outcome.text}")
-        if outcome.lost:
-            self._log(f"damage in the run: {outcome.lost}")
+        if outcome.remarks.unpruned:
+            self._log(f"checkpoints that are not to be kept could not be removed: {outcome.remarks.unpruned}")
+        if outcome.remarks.lost:
+            self._log(f"damage in the run: {outcome.remarks.lost}")
         self._report(outcome)
 
     # --- the final save

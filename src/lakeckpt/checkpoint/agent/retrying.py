@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from lakeckpt.errors import ObjectChanged, ObjectExists, ObjectMissing, StorageError
 from lakeckpt.lake.storage.base import Buffer, ObjectInfo, Storage, delete_all, describe, is_lasting
-from lakeckpt.tracking.waiting import Waiter, poll
+from lakeckpt.tracking.waiting import LONGEST_S, Waiter
 
 __all__ = ["RetryingStorage"]
 
@@ -78,6 +78,11 @@ class RetryingStorage:
                 if is_lasting(error) or self._is_hopeless():
                     raise
                 self._failing(error)
-                if poll(lambda: self._is_hopeless() or None, waiter=self._waiter, timeout_s=pause_s):
-                    raise
+            self._wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait before the next try, which follows at once if it is the last one."""
+        while seconds > 0 and not self._is_hopeless():
+            self._waiter.wait(min(seconds, LONGEST_S))
+            seconds -= LONGEST_S

@@ -32,7 +32,7 @@ from lakeckpt.checkpoint.preemption.agreement import Agreement
 from lakeckpt.checkpoint.preemption.requeue import check_requeue, requeue_job
 from lakeckpt.checkpoint.preemption.signals import Signals, check_handlers, checked_signals
 from lakeckpt.errors import ConfigError, LakeckptError
-from lakeckpt.tracking.obstacles import ABORTED, STOPPED
+from lakeckpt.tracking.obstacles import ABORTED, LATE, STOPPED
 from lakeckpt.tracking.waiting import SystemWaiter, poll
 
 if TYPE_CHECKING:
@@ -61,11 +61,12 @@ class Preempted(SystemExit):
 
 
 class _CannotSave(Exception):
-    """The ranks cannot save together. ``is_loss``: see `lakeckpt.tracking.obstacles.Obstacle`."""
+    """The ranks cannot save together. ``is_late``: they all live; else one is gone, and its launcher starts the job
+    again."""
 
-    def __init__(self, reason: str, *, is_loss: bool) -> None:
+    def __init__(self, reason: str, *, is_late: bool = False) -> None:
         super().__init__(reason)
-        self.is_loss = is_loss
+        self.is_late = is_late
 
 
 class Preemption:
@@ -244,7 +245,7 @@ class Preemption:
                 self._changed.wait(None if is_saving else left_s)
             else:
                 return
-        late = _CannotSave(f"the training loop came to no further cut within {self.grace_s:g} s", is_loss=False)
+        late = _CannotSave(f"the training loop came to no further cut within {self.grace_s:g} s", is_late=True)
         if self._exchange.world_size > 1:  # the store may be silent
             note = threading.Thread(target=self._abort, args=(late,), name="lakeckpt-abort", daemon=True)
             note.start()
@@ -267,7 +268,7 @@ class Preemption:
             self._watch(float("inf"))
         except BaseException as error:
             text = str(error) if isinstance(error, LakeckptError) else repr(error)
-            cannot = error if isinstance(error, _CannotSave) else _CannotSave(text, is_loss=True)
+            cannot = error if isinstance(error, _CannotSave) else _CannotSave(text)
             if not self._is_last:
                 self._abort(cannot)
                 self._end(cannot)
@@ -282,7 +283,7 @@ class Preemption:
         self._watch(timeout_s, until=self._has_cut)
         if self._cut is None and not self._is_over:
             silent = f"ranks {self._agreement.missing()}" if self._exchange.rank == 0 else "rank 0"
-            raise _CannotSave(f"{silent} did not answer within {timeout_s:g} s", is_loss=True)
+            raise _CannotSave(f"{silent} did not answer within {timeout_s:g} s")
 
     def _has_cut(self) -> bool:
         """Look for the answer of the ranks."""
@@ -306,13 +307,14 @@ class Preemption:
     def _refuse(self) -> None:
         """Raise `_CannotSave` if an obstacle is known. A rank that has left well is none: it has saved."""
         for one in self._exchange.obstacles.look():
-            if one.kind in (ABORTED, STOPPED):
-                raise _CannotSave(one.cause if one.kind == ABORTED else str(one.to_error()), is_loss=one.is_loss)
+            if one.kind in (ABORTED, LATE, STOPPED):
+                text = str(one.to_error()) if one.kind == STOPPED else one.cause
+                raise _CannotSave(text, is_late=one.kind == LATE)
 
     # --- the end
 
     def _abort(self, error: _CannotSave) -> None:
-        self._exchange.obstacles.abort(str(error), is_loss=error.is_loss)
+        self._exchange.obstacles.abort(str(error), is_late=error.is_late)
 
     def _end(self, error: _CannotSave) -> NoReturn:
         """End this process without a save."""
@@ -320,7 +322,7 @@ class Preemption:
         if self._has_agent:
             kept += ", unless all ranks have captured a newer cut, which their agents persist"
         self._report(f"{error}. Nothing is saved anew: {kept}")
-        if not error.is_loss:
+        if error.is_late:
             self._requeue()
         with suppress(Exception):
             for child in multiprocessing.active_children():  # loader workers, which ignore the signal of others
