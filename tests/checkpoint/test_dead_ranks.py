@@ -33,6 +33,7 @@ WAITS = {
 }
 """What the others wait for → the call in which the rank is killed."""
 OF_RANK_0 = ("its commit", "its choice of a checkpoint")
+RESTORES = ("list", "read", "load_state_dict")
 
 
 class Own(Counter):
@@ -72,7 +73,7 @@ def job(rank: int, folder: str, port: int, dies: int, waits_for: str, options: d
         options = {**options, "arenas": f"{folder}/arenas"}
     elif rank == dies:
         run = FaultyStorage(run, before=before)
-    restores = call in ("list", "read", "load_state_dict")
+    restores = call in RESTORES
     try:
         with CheckpointManager(run, {"own": own}, persist_every=1, timeout_s=TIMEOUT_S, **options) as manager:
             if rank == dies and restores:
@@ -94,18 +95,34 @@ def free_port() -> int:
     return int(store.port)
 
 
-@pytest.mark.parametrize("hosted", [False, True], ids=["in a file", "of rank 0"])
-@pytest.mark.parametrize(
-    ("waits_for", "dies"), [(one, dies) for one in WAITS for dies in (0, 2) if dies == 0 or one not in OF_RANK_0]
-)
-def test_nobody_waits_for_a_rank_that_was_killed(tmp_path: Path, hosted: bool, waits_for: str, dies: int) -> None:
+def cases() -> list[Any]:
+    """Return each wait for each rank that may die in it, over each store; a few of them are quick."""
+    quick = {("its part", 2, False), ("its commit", 0, True), ("its choice of a checkpoint", 0, True)}
+    quick |= {("its vote", 2, False), ("its vote", 0, True), ("its capture", 2, False)}
+    return [
+        pytest.param(
+            waits_for,
+            dies,
+            hosted,
+            id=f"{waits_for}, rank {dies}, {'its store' if hosted else 'a file'}",
+            marks=[] if (waits_for, dies, hosted) in quick else [pytest.mark.soak],
+        )
+        for waits_for in WAITS
+        for dies in (0, 2)
+        for hosted in (False, True)
+        if dies == 0 or (waits_for not in OF_RANK_0 and not hosted)
+    ]
+
+
+@pytest.mark.parametrize(("waits_for", "dies", "hosted"), cases())
+def test_nobody_waits_for_a_rank_that_was_killed(tmp_path: Path, waits_for: str, dies: int, hosted: bool) -> None:
     folder, options = str(tmp_path), {"capture_every": 1} if waits_for == "its capture" else {}
-    if WAITS[waits_for][0] in ("list", "read", "load_state_dict"):
+    if waits_for == "its commit":
+        options["save_on"] = ("SIGUSR1",)  # threads wait, too
+    if WAITS[waits_for][0] in RESTORES:
         run_processes(RANKS, job, folder, 0, -1, "", options)
-    port = free_port() if hosted else 0
-    run_processes(
-        RANKS, job, folder, port, dies, waits_for, options, ends=[-9 if one == dies else 0 for one in range(RANKS)]
-    )
+    ends = [-signal.SIGKILL if one == dies else 0 for one in range(RANKS)]
+    run_processes(RANKS, job, folder, free_port() if hosted else 0, dies, waits_for, options, ends=ends)
     for rank in {*range(RANKS)} - {dies}:
         said = (tmp_path / f"said.{rank}").read_text()
         assert f"the process of rank {dies} has ended" in said, said
