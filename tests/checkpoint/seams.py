@@ -76,7 +76,7 @@ class ThreadAgent:
     """An agent that is a thread of its trainer, and ends with it: an `AgentLink` to nowhere."""
 
     def __init__(self, begin: Begin) -> None:
-        self.rank, self._timeout_s = begin.rank, begin.settings.timeout_s
+        self.begin, self.rank, self._timeout_s = begin, begin.rank, begin.settings.timeout_s
         self._got: deque[Outcome] = deque()
         self._came = threading.Event()
         identity = identity_of(begin.digest, rank=begin.rank, world_size=begin.world_size)

@@ -121,7 +121,8 @@ def open_saves(
         world_size=exchange.world_size,
         settings=settings,
         waiter=waiter,
-        obstacles=exchange.obstacles,
+        refuse=lambda save: exchange.obstacles.refuse(save.number),
+        tell=lambda save, error: exchange.obstacles.fail(save.number, error),
     )
     return Saver(publisher, storage, exchange, objects=objects, tracks=tracks, journal=journal)
 

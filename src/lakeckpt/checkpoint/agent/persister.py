@@ -31,7 +31,7 @@ from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo, Manifest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.failures import publish_failure, save_failed
+from lakeckpt.checkpoint.persist.failures import publish_failure, refuse_failed, save_failed
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.persist.records import RecordTalk
 from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
@@ -91,8 +91,9 @@ class Persister:
             world_size=world_size,
             settings=settings,
             waiter=self._waiter,
+            refuse=self._refuse,
+            tell=self._tell,
             still=self._refuse_pointless,
-            obstacles=self._obstacles,
         )
         self._changed = threading.Condition()
         self._waiting: list[Order] = []
@@ -204,7 +205,7 @@ class Persister:
         error: LakeckptError = SaveSkipped(f"step {order.step} was skipped: a newer cut waits to be persisted")
         try:
             self._refuse_pointless()
-            if self.world_size > 1 and not publish_failure(self._storage, self._save_of(order), self.rank, error):
+            if not self._tell(self._save_of(order), error):
                 error = SaveFailed(f"step {order.step} was skipped for a newer cut, and the store takes no note of it")
         except LakeckptError as refused:
             error = refused
@@ -215,8 +216,12 @@ class Persister:
         takes no note, the trainers report the error to each other, and pass it on to their agents."""
         is_stores = any(isinstance(one, StorageError) for one in (error, error.__cause__))
         is_trainers = bool(order.failure) or self._is_dropped(order)
-        if self.world_size > 1 and (is_stores or is_trainers or not isinstance(error, LakeckptError)):
-            publish_failure(self._storage, self._save_of(order), self.rank, error)
+        if is_stores or is_trainers or not isinstance(error, LakeckptError):
+            self._tell(self._save_of(order), error)
+
+    def _tell(self, save: SaveId, error: Exception) -> bool:
+        """Leave a note to the agents of other ranks. Return whether they can know of the failure."""
+        return self.world_size == 1 or publish_failure(self._storage, save, self.rank, error)
 
     def _persisted(self, order: Order, held: Held | Exception | None) -> Manifest:
         self._publisher.tip.catch_up()  # an agent before this one may have committed and not reported
@@ -235,7 +240,7 @@ class Persister:
             world_size=self.world_size,
             waiter=self._waiter,
             timeout_s=self._settings.timeout_s,
-            obstacles=partial(self._refuse_over, order),
+            obstacles=partial(self._refuse_over, self._save_of(order)),
         )
         try:
             self._write_documents()
@@ -290,14 +295,21 @@ class Persister:
         with contextlib.suppress(StorageError):
             self._publisher.tip.catch_up()
 
-    def _refuse_over(self, order: Order) -> None:
-        """Raise if the other ranks have dropped the save, or may have no such order: their trainers died before they
-        sent it."""
-        self._obstacles.refuse(order.number)
+    def _refuse(self, save: SaveId) -> None:
+        """Raise why it is in vain to wait for other ranks in ``save``, if it is: as the trainer or an agent says, or as
+        this agent sees."""
+        self._obstacles.refuse(save.number)
+        if self.world_size > 1:
+            refuse_failed(self._storage, save, self.rank)
         self._refuse_pointless()
-        is_over = self.is_final and order.number != FINAL
-        if is_over and self._storage.list(final_folder(self._publisher.attempt.number)):
-            raise SaveFailed(f"the save of step {order.step} was begun by some ranks only before their trainers died")
+
+    def _refuse_over(self, save: SaveId) -> None:
+        """Raise as `_refuse` does, and if the other ranks may have no such order: their trainers died before they sent
+        it."""
+        self._refuse(save)
+        is_over = self.is_final and save.number != FINAL
+        if is_over and self._storage.list(final_folder(save.attempt)):
+            raise SaveFailed(f"the save of step {save.step} was begun by some ranks only before their trainers died")
 
     # --- outcomes
 

@@ -22,7 +22,6 @@ from lakeckpt.checkpoint.format.manifest import Manifest, said_of
 from lakeckpt.checkpoint.format.parts import PARTS, PartHead, PartRecord, SaveId
 from lakeckpt.checkpoint.format.sharing import say_ranks
 from lakeckpt.checkpoint.format.units import SUMS
-from lakeckpt.checkpoint.persist.failures import published_failure
 from lakeckpt.checkpoint.persist.log import SlotTaken, read_entry
 from lakeckpt.checkpoint.state.wholes import Box, Wholes, untiled
 from lakeckpt.core.intervals import Intervals
@@ -115,8 +114,6 @@ def collect_parts(
         for info in storage.list(folder):
             name = info.path.removeprefix(folder + "/")
             rank = int(name[:5]) if name[:5].isdigit() else -1
-            if name == f"{rank:05d}.failed" and (failure := published_failure(storage, save, rank)) is not None:
-                raise failure
             if name == f"{rank:05d}.lkc" and rank not in found:
                 new[info.path] = rank
         read = list(pool.map(storage.read, new))
@@ -236,9 +233,6 @@ def await_commit(
             except WireError as error:
                 raise SaveFailed(f"slot {slot} cannot be read back: {error}") from error
             if entry is None:
-                failure = published_failure(storage, save, 0)
-                if failure is not None:
-                    raise failure
                 return None
         except StorageError as error:  # of one look: rank 0 may have committed
             failing.append(error)

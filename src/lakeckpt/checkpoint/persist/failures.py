@@ -1,21 +1,24 @@
-"""This module lets a rank tell the other ranks of a save, through storage, that the save fails on it, and why.
+"""This module lets an agent tell the agents of other ranks, through storage, that a save fails on it, and why.
 
-A rank that fails leaves a note beside the parts of the save: agents and committers look there while they wait. A rank
-that finds a note raises the error of the failing rank, with the same text. A full disk may not take a note; trainers
-share the same obstacles over the store of their job (`lakeckpt.tracking.obstacles`).
+An agent that fails leaves a note beside the parts of the save, and the others look for notes while they wait. Rank 0
+looks for those of all ranks and passes one on in its own name; the other ranks look for the note of rank 0. An agent
+that finds a note raises the error of the failing rank, with the same text. A full disk may not take a note: trainers
+share obstacles over the store of their job, and pass them on to their agents (`lakeckpt.tracking.obstacles`).
 
 The module imports without torch and starts no threads.
 """
 
 from __future__ import annotations
 
-from lakeckpt.checkpoint.format.parts import SaveId
-from lakeckpt.errors import LakeckptError, ObjectMissing, SaveFailed, SaveRefused
+from contextlib import suppress
+
+from lakeckpt.checkpoint.format.parts import PARTS, SaveId
+from lakeckpt.errors import LakeckptError, ObjectMissing, SaveFailed, SaveRefused, StorageError
 from lakeckpt.lake.storage.base import Storage, is_lasting
 from lakeckpt.tracking.notes import error_to_text
 from lakeckpt.tracking.obstacles import FAILED, Obstacle
 
-__all__ = ["publish_failure", "published_failure", "save_failed"]
+__all__ = ["publish_failure", "refuse_failed", "save_failed"]
 
 
 def save_failed(text: str, cause: Exception) -> SaveFailed:
@@ -37,8 +40,22 @@ def publish_failure(storage: Storage, save: SaveId, rank: int, error: Exception)
     return True
 
 
-def published_failure(storage: Storage, save: SaveId, rank: int) -> LakeckptError | None:
-    """Return the error of the note that ``rank`` has left of ``save`` in storage, or None. One request."""
+def refuse_failed(storage: Storage, save: SaveId, rank: int) -> None:
+    """Raise the error of the note that another rank has left of ``save``, if ``rank`` looks for this note and finds
+    it. A store that fails shows no note: what the caller waits for shows that."""
+    with suppress(StorageError):
+        others = [0]
+        if rank == 0:
+            listed = {info.path.rpartition("/")[2] for info in storage.list(f"{PARTS}/{save.folder}")}
+            others = sorted(int(name[:5]) for name in listed - {f"{rank:05d}.failed"} if name.endswith(".failed"))
+        for other in others:
+            if (failure := _failure_of(storage, save, other)) is not None:
+                if rank == 0:
+                    publish_failure(storage, save, rank, failure)
+                raise failure
+
+
+def _failure_of(storage: Storage, save: SaveId, rank: int) -> LakeckptError | None:
     try:
         return Obstacle.from_bytes(storage.read(save.failure_path(rank))).to_error()
     except ObjectMissing:

@@ -32,7 +32,7 @@ from lakeckpt.checkpoint.format.verified_reads import fetch_part, fetch_register
 from lakeckpt.checkpoint.persist.agreement import Agreement, agree
 from lakeckpt.checkpoint.persist.attempt import Attempt, Tip
 from lakeckpt.checkpoint.persist.commit import Collected, Expected, Remarks, await_commit, collect_parts, verify_objects
-from lakeckpt.checkpoint.persist.failures import publish_failure, save_failed
+from lakeckpt.checkpoint.persist.failures import save_failed
 from lakeckpt.checkpoint.persist.log import read_entry
 from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.persist.retention import Retention
@@ -50,7 +50,6 @@ from lakeckpt.errors import (
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.facts import facts_of
 from lakeckpt.tracking.notes import error_to_text, save_error
-from lakeckpt.tracking.obstacles import Obstacles
 from lakeckpt.tracking.rounds import Rounds
 from lakeckpt.tracking.waiting import Waiter
 
@@ -73,8 +72,9 @@ class Settings:
 class Publisher:
     """Publishes the cuts of ``rank`` of ``world_size``, for one attempt.
 
-    ``still`` is called while this rank waits, and right before a commit; it raises if nothing may be committed any
-    more. Every wait asks the ``obstacles``, and a failure of this rank is said to them, beside the note in storage.
+    ``refuse(save)`` is called while this rank waits for others in a save, and raises why it waits in vain.
+    ``tell(save, error)`` tells the other ranks why a save fails on this one. ``still`` is called right before a commit,
+    and raises if nothing may be committed any more.
     """
 
     def __init__(
@@ -87,14 +87,15 @@ class Publisher:
         settings: Settings,
         waiter: Waiter,
         clock: Callable[[], float] = time.time,
+        refuse: Callable[[SaveId], None],
+        tell: Callable[[SaveId, Exception], object],
         still: Callable[[], None] = lambda: None,
-        obstacles: Obstacles | None = None,
     ) -> None:
         self.attempt = attempt
         self._storage = storage
         self._rank, self._world_size = rank, world_size
         self._settings = settings
-        self._obstacles = Obstacles() if obstacles is None else obstacles
+        self._refuse, self._tell = refuse, tell
         self._waiter = waiter
         self._clock = clock
         self._still = still
@@ -125,15 +126,6 @@ class Publisher:
             raise
         self._prune(manifest, found, part)
         return manifest
-
-    def _tell_others(self, save: SaveId, failure: Exception) -> None:
-        self._obstacles.fail(save.number, failure)
-        publish_failure(self._storage, save, self._rank, failure)
-
-    def _refuse(self, save: SaveId) -> None:
-        """Raise why it is in vain to wait for another rank, if it is."""
-        self._obstacles.refuse(save.number)
-        self._still()
 
     # --- announce
 
@@ -176,7 +168,7 @@ class Publisher:
             units = taken.staged.units() if isinstance(taken, StagedCut) else []
             agreement = agree(talk, facts=facts, units=units, announce=announced, states=states)
         except MissingRanksError as error:
-            self._obstacles.refuse(save.number)
+            self._refuse(save)
             raise failure or SaveFailed(f"the checkpoint of step {save.step}: {error}") from error
         failures = sorted(  # the first one is a failure, if any is
             (name, *text.split(": ", 1))
@@ -197,10 +189,10 @@ class Publisher:
             return self._written(cut, save, agreement)
         except Exception as error:
             if not isinstance(error, (LakeckptError, OSError)):
-                self._tell_others(save, error)
+                self._tell(save, error)
                 raise
             failure = save_failed(f"rank {self._rank} could not write its part of step {save.step}: {error}", error)
-            self._tell_others(save, failure)
+            self._tell(save, failure)
             raise failure from error
 
     def _written(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> PartRecord:
@@ -323,10 +315,10 @@ class Publisher:
             if isinstance(error, (LakeckptError, OSError)):
                 self._committed(save)
             if not isinstance(error, OSError):
-                self._tell_others(save, error)
+                self._tell(save, error)
                 raise
             failure = save_failed(f"the checkpoint of step {save.step} could not be committed: {error}", error)
-            self._tell_others(save, failure)
+            self._tell(save, failure)
             raise failure from error
 
     # --- commit

@@ -2,8 +2,7 @@
 
 In each round every rank puts its facts beside the parts of the save; rank 0 reads them all and puts the answer, which
 the other ranks wait for: two puts deep, however many ranks there are. Names are of the save, the round and the rank,
-and are written once. A rank that gives the save up leaves its note there, and every rank that waits sees it; a rank
-that writes nothing is named when the time is over.
+and are written once. A rank that writes nothing is named when the time is over.
 
 The records need no process group and no port, and serve processes that never run at the same time. Retention removes
 them with the parts. The module imports without torch; threads that read are started and joined within a call.
@@ -17,7 +16,6 @@ from functools import partial
 from typing import TypeVar
 
 from lakeckpt.checkpoint.format.parts import PARTS, SaveId
-from lakeckpt.checkpoint.persist.failures import published_failure
 from lakeckpt.errors import MissingRanksError, ObjectMissing, SaveFailed, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.rounds import (
@@ -80,12 +78,6 @@ class RecordTalk(Rounds):
 
         def look() -> bool | None:
             listed = {info.path for info in self._storage.list(self._folder)}
-            failed = [rank for rank in range(1, self.world_size) if self._save.failure_path(rank) in listed]
-            if failed:  # the other ranks look for the answer of rank 0, and not for the note of every rank
-                failure = published_failure(self._storage, self._save, failed[0])
-                assert failure is not None
-                self._answer(number, answer_to_bytes(failure))
-                raise failure
             new = [path for path in names if path in listed and path not in found]
             found.update(zip(new, pool.map(lambda path: self._read(path, facts_from_bytes), new), strict=True))
             return len(found) == len(names) or None
@@ -105,9 +97,6 @@ class RecordTalk(Rounds):
             try:
                 return self._read(f"{self._folder}/answer-{number}", tally_from_bytes)
             except ObjectMissing:
-                failure = published_failure(self._storage, self._save, 0)
-                if failure is not None:
-                    raise failure from None
                 return None
 
         timeout_s = 2 * self._timeout_s  # rank 0 waits for all others first, as long as it may
