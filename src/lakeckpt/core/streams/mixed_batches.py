@@ -12,11 +12,11 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.plan import LayoutKey
+from lakeckpt.core.plan import LayoutKey, cut_spans
 from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.wire.documents import to_plain
 
-__all__ = ["AnyReceipt", "MixedAssignment", "MixedReceipt", "Part"]
+__all__ = ["AnyReceipt", "MixedAssignment", "MixedBlock", "MixedReceipt", "Part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ AnyReceipt = Receipt | MixedReceipt
 
 
 class Part(NamedTuple):
-    """What a source gives to a micro-batch of a mixture."""
+    """What a source gives to micro-batches of a mixture."""
 
     source: int
     """Its number."""
@@ -90,15 +90,39 @@ class Part(NamedTuple):
     """As in `lakeckpt.core.plan.Assignment`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedAssignment:
-    """A micro-batch of a mixture dealt to a rank, as parts that its sources give."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MixedBlock:
+    """Micro-batches of one lane that follow one another, planned together."""
 
-    receipt: MixedReceipt
+    turn: int
+    """How many micro-batches the lane gave before."""
+    whole: bool
+    """Whether each micro-batch is of one source."""
+    order: npt.NDArray[np.uint16] = field(repr=False)
+    """The source of each row: uint16, shape (micro-batches, rows)."""
     parts: tuple[Part, ...]
     """Of the sources that have rows in it, in their order."""
-    order: npt.NDArray[np.uint16] = field(repr=False, compare=False)
-    """The source of each row: uint16, shape (rows,)."""
+    before: list[list[int]] = field(repr=False)
+    """Micro-batch → for each source, its rows in the micro-batches of the block before; and at the end, in all."""
+
+    def parts_of(self, number: int) -> tuple[Part, ...]:
+        """Return what the sources give to micro-batch ``number`` of the block."""
+        starts, stops = self.before[number], self.before[number + 1]
+        return tuple(
+            Part(source, tuple(cut_spans(spans, start, stop)), layouts)
+            for source, spans, layouts in self.parts
+            if (start := starts[source]) < (stop := stops[source])
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedAssignment:
+    """A micro-batch of a mixture dealt to a rank: one of a block."""
+
+    receipt: MixedReceipt
+    block: MixedBlock = field(repr=False)
+    number: int
+    """Its number in the block."""
     owner: int
     lanes: int
     """As in `lakeckpt.core.plan.Assignment`."""
