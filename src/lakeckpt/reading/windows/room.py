@@ -1,7 +1,7 @@
 """This module bounds the memory that the windows of several readers take together.
 
 The readers of a mixture share a `Room`; any other reader has one of its own. Each reader says what it takes, and what
-it needs soon. One thread uses a room and its readers; only the garbage collector may drop the windows of a reader in any
+it needs soon. One thread uses a room and its readers; only the garbage collector may drop a reader's windows in any
 thread. The module holds no rows, and starts no threads.
 """
 
