@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from lakeckpt.core.identity import Identity, Mixing
 from lakeckpt.core.lanes import Rest, turns
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import Segment, State
-from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, MixedReceipt, Part
+from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, Part, planned_receipt
 from lakeckpt.core.streams.mixing import Share, fractions
 from lakeckpt.core.streams.stream import StreamDeal
 
@@ -130,21 +130,21 @@ class MixedPlan:
 
     def assignment(self, step: int, rank: int, *, row_wise: bool = False) -> MixedAssignment:
         """Return what ``rank`` gets in ``step``: never a micro-batch without a row."""
-        segment, names = self.segment, self.mixing.names
+        segment = self.segment
         number = self.micro_batch(step) + rank
         turn, lane = divmod(number - self.first, segment.num_lanes)
         block = self._blocks.get(lane)
         if block is None or not block.turn <= turn < block.turn + len(block.order):
             block = self._blocks[lane] = self._block(lane, turn)
         inside = turn - block.turn
-        receipt = MixedReceipt(
+        receipt = planned_receipt(
+            partial(block.spans_of, inside, self.mixing.names),
             micro_batch=number,
             lane=number % segment.num_lanes,
             step=step,
             rank=rank,
             world_size=segment.world_size,
             rows=segment.batch_size,
-            spans=tuple((names[part.source], part.spans) for part in block.parts_of(inside)),
             reader=self._reader,
             last=self.is_last and self.steps == step + 1,
         )
