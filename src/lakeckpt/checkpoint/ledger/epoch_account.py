@@ -52,7 +52,7 @@ def piece_of(state: State, epoch: int, positions: Intervals, manifest: Manifest)
     if state.identity.endless or epoch == state.epoch:
         with contextlib.suppress(ValueError):  # the epoch is over: all rows of it, in any order
             key = Plan(state).layout(epoch)
-    return Piece(identity=state.identity, key=key, positions=positions, manifest=manifest)
+    return Piece(identity=state.order_of(epoch), key=key, positions=positions, manifest=manifest)
 
 
 class Space:

@@ -77,10 +77,10 @@ def _epochs(history: History) -> dict[str, list[dict[str, Any]]]:
         for name, record in readers_in(manifest).items():
             strips = found.setdefault(name, {})
             for stretch in record.stretches:
-                identity, attempt = stretch.begin.identity, stretch.record.attempt
+                begin, attempt = stretch.begin, stretch.record.attempt
                 attempt = manifest.attempt if attempt < 0 else attempt
                 for epoch, positions in stretch.consumed.items():
-                    strips.setdefault(epoch, _Strip(identity.rows_of(epoch))).add(positions, attempt)
+                    strips.setdefault(epoch, _Strip(begin.rows_of(epoch))).add(positions, attempt)
     return {
         name: [{"epoch": epoch, **strip.to_plain()} for epoch, strip in sorted(strips.items())]
         for name, strips in sorted(found.items())
