@@ -31,7 +31,7 @@ __all__ = ["Box", "Region", "SavedPart", "Whole", "Wholes", "untiled", "wholes_o
 
 
 def _whole_spec(place: PartPlace, part: TensorSpec) -> TensorSpec:
-    """Return the spec of the tensor that ``part`` is a part of. `CheckpointDamaged` if there is none such."""
+    """Return the spec of the tensor that ``part`` is a part of. `CheckpointDamaged` if there is no such tensor."""
     try:
         whole = TensorSpec(key=place.name, dtype=part.dtype, shape=place.shape)
     except WireError as error:
