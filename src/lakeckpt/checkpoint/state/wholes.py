@@ -107,7 +107,7 @@ def _common(part: SavedPart, offsets: tuple[int, ...], sizes: tuple[int, ...]) -
 
 
 def wholes_of(specs: Mapping[str, TensorSpec], shared: Mapping[str, Sharing]) -> dict[str, Whole]:
-    """Return, by name, the tensors of which there are parts among ``specs``: the parts of one rank.
+    """Return, by name, the tensors that have parts among ``specs``: the parts of one rank.
 
     ``shared`` says how each tensor was divided. `CheckpointDamaged` if parts do not fit one another.
     """

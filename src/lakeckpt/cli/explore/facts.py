@@ -1,6 +1,6 @@
 """This module collects what the page of a run shows: plain values, from the log and the table indexes alone.
 
-The size of the page is bounded: an epoch is a strip of `_CELLS` cells, of which each names the attempt that consumed
+The size of the page is bounded: an epoch is a strip of `_CELLS` cells, and each cell names the attempt that consumed
 most of its rows; and rows are named of the last steps only, up to `_MOST_RANGES` ranges of rows.
 """
 

@@ -120,7 +120,7 @@ class Workers:
             if iteration != self._iteration or self.closed or os.getpid() != self._process:
                 raise StateUnavailable(
                     "the worker processes of this iterator were ended, read for a newer iterator, or answer to the "
-                    "process of which this one is a fork: iterate again to go on, iter(loader)"
+                    "process that this one was forked from: iterate again to go on, iter(loader)"
                 )
             try:
                 found = self._workers[assignment.owner % len(self._workers)].next(assignment)
