@@ -224,18 +224,15 @@ def _server_fault() -> str:
 
 def _probe(answer: Any) -> None:
     """Say, in a process that the server forked, why it should not have been."""
-    fault = ""
-    if "lakeckpt.cli.warm" not in sys.modules:
+    import torch
+
+    warm, fault = sys.modules.get("lakeckpt.cli.warm"), ""  # it is there if the server imported it
+    if warm is None:
         fault = "the fork server could not import lakeckpt.cli.warm"
-    else:
-        import torch
-
-        from lakeckpt.cli.warm import added
-
-        if added:
-            fault = f"a module of --preload has started {added} threads, which a forked process would not have"
-        elif torch.cuda._is_in_bad_fork():
-            fault = "a module of --preload has initialized CUDA, which does not work in a forked process"
+    elif warm.added:
+        fault = f"a module of --preload has started {warm.added} threads, which a forked process would not have"
+    elif torch.cuda._is_in_bad_fork():
+        fault = "a module of --preload has initialized CUDA, which does not work in a forked process"
     answer.send(fault)
 
 
