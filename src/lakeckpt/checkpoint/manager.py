@@ -203,7 +203,7 @@ class CheckpointManager:
     def _begin(self, done: int, attempt: Attempt) -> Mapping[str, str]:
         """Begin to count steps, and to capture, after a restore. Returns facts for `note_sharing`."""
         self._step, self._reporter.saved_step = done, attempt.recorded
-        self._tracks.update(tracks_of(self._objects, attempt.number))
+        self._tracks.update(tracks_of(self._objects, attempt.number, attempt.openings))
         objects = {name: one for name, one in self._objects.items() if name not in self._tracks}
         self._watch = Watch(self._tracks, objects)
         self._saves = open_saves(
