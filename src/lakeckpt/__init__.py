@@ -1,6 +1,17 @@
 """lakeckpt: resume the training of large models on a data lake, exactly.
 
 The public names load when first used, so that ``import lakeckpt`` and the commit path never pull in torch.
+
+::
+
+    table → [lake/] → [reading/] → [data/]: batches → training loop → [checkpoint/]: cuts, commits, the proof
+                                      ^                                    |
+                                   [core/]: the order of rows          [tracking/]: what all ranks agree on
+                                                                           |
+    what lasts is written by [wire/]. [errors]: all errors. [counters] → [metrics/]. [progress]: long work is shown.
+
+    commands: [cli/], [demo/]. Public modules: [convert], [dcp], [bubbles], [testing/], [integrations/].
+    [versions]: the libraries that are installed fit.
 """
 
 from __future__ import annotations
@@ -39,7 +50,7 @@ _PUBLIC = {
     "mix": "lakeckpt.data.streams.mix",
     "open_table": "lakeckpt.lake.formats.dispatch",
     "pack": "lakeckpt.data.streams.pack",
-    "prefetch": "lakeckpt.data.prefetch",
+    "prefetch": "lakeckpt.data.device_prefetch",
 }
 
 _MODULES = ("bubbles", "convert", "dcp", "metrics", "testing")
@@ -87,10 +98,10 @@ if TYPE_CHECKING:
     from lakeckpt.core.streams.mixed_batches import MixedReceipt
     from lakeckpt.data.batch import Batch
     from lakeckpt.data.dataset import LakeDataset
+    from lakeckpt.data.device_prefetch import prefetch
     from lakeckpt.data.loader import LakeLoader
     from lakeckpt.data.options import Follow, ReadOptions
     from lakeckpt.data.place.deliveries import ConsumptionWarning, ReadAheadWarning
-    from lakeckpt.data.prefetch import prefetch
     from lakeckpt.data.streams.mix import mix
     from lakeckpt.data.streams.pack import cumulative_lengths, pack
     from lakeckpt.data.transform import TransformContext

@@ -98,7 +98,7 @@ def open_saves(
 
     ``gate`` says when slices may move; None: at once. ``counters`` count captures.
 
-    Raises `AgentError` where no agent can be started, `ArenaError` where the folder cannot hold arenas.
+    Raises `AgentError` if no agent can be started, `ArenaError` if the folder cannot hold arenas.
     """
     journal = Journal(tracks, step, pending=attempt.pending, recorded=attempt.recorded)
     if place is not None:
@@ -121,7 +121,8 @@ def open_saves(
         world_size=exchange.world_size,
         settings=settings,
         waiter=waiter,
-        exchange=exchange if exchange.world_size > 1 else None,
+        refuse=lambda save: exchange.obstacles.refuse(save.number),
+        tell=lambda save, error: exchange.obstacles.fail(save.number, error),
     )
     return Saver(publisher, storage, exchange, objects=objects, tracks=tracks, journal=journal)
 
@@ -145,7 +146,7 @@ def _open_agent(
         Begin(
             uri=place.uri,
             storage_options=place.storage_options,
-            attempt=replace(attempt, pending={}),
+            attempt=attempt,
             settings=replace(settings, timeout_s=float(settings.timeout_s)),
             digest=digest,
             rank=exchange.rank,

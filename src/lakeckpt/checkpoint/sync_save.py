@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lakeckpt.checkpoint.capture.links import Batch, Link, Ticket, open_link
+from lakeckpt.checkpoint.capture.links import CopyBatch, Link, Ticket, open_link
 from lakeckpt.checkpoint.capture.moves import flat_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests, leaves_of_all, short_digest
 from lakeckpt.checkpoint.format.keep import checked_metric
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.format.parts import SaveId
-from lakeckpt.checkpoint.persist.failures import note_stop
 from lakeckpt.checkpoint.persist.indexes import documents_of_all, write_documents
 from lakeckpt.checkpoint.persist.publish import Publisher
 from lakeckpt.checkpoint.report import Saved
@@ -91,7 +90,7 @@ class Saver:
     def stop(self, error: BaseException, *, at_exit: bool) -> None:
         """This rank stops for ``error``: the other ranks must not wait for it in saves. ``at_exit`` is for saves beside
         training."""
-        note_stop(self._exchange, error)
+        self._exchange.obstacles.stop(error)
 
     def is_saving(self, step: int) -> bool:
         """Return False: no save is under way between two calls."""
@@ -155,7 +154,7 @@ def _through_slices(tensors: Mapping[str, torch.Tensor], link: Link) -> dict[str
     for number in range(_SLICES):
         free.put(memory[number * _SLICE_BYTES : (number + 1) * _SLICE_BYTES])
 
-    def unload(slice_: torch.Tensor, pieces: list[_Piece], ticket: Ticket, _kept: Batch) -> list[bytes]:
+    def unload(slice_: torch.Tensor, pieces: list[_Piece], ticket: Ticket, _kept: CopyBatch) -> list[bytes]:
         try:
             ticket.wait()
             found, data = [], slice_.numpy()
@@ -174,7 +173,7 @@ def _through_slices(tensors: Mapping[str, torch.Tensor], link: Link) -> dict[str
             for pieces, sources in _slices_of(tensors, link):
                 slice_ = free.get()
                 to = [slice_[at : at + stop - start] for _, start, stop, at in pieces]
-                batch = Batch(list(zip(to, sources, strict=True)))
+                batch = CopyBatch(list(zip(to, sources, strict=True)))
                 jobs.append((pieces, pool.submit(unload, slice_, pieces, link.copy(batch), batch)))
         for pieces, job in jobs:
             for (key, *_), found in zip(pieces, job.result(), strict=True):

@@ -28,20 +28,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.order import lane_bounds
+from lakeckpt.core.order import Tail, lane_bounds
 from lakeckpt.core.receipts import Span
 from lakeckpt.wire.documents import Count, as_row
 
-__all__ = ["EpochDeal", "Left", "Rest", "Tail", "micro_batches", "rows_before", "spans_of", "turns"]
+__all__ = ["EpochDeal", "Left", "Rest", "micro_batches", "rows_before", "spans_of", "turns"]
 
 Int64Array = npt.NDArray[np.int64]
-Tail = Literal["short", "drop", "carry"]
 
 
 @as_row
@@ -53,6 +52,8 @@ class Left:
     num_lanes: Count
     rotation: Count
     positions: Intervals
+    order: Identity | None = None
+    """The order that it began with, if epochs that begin later have another one; None: it is that of the state."""
 
     def __post_init__(self) -> None:
         if self.epoch < 0 or self.num_lanes < 1 or not 0 <= self.rotation < self.num_lanes:
@@ -85,7 +86,7 @@ def turns(done: int, num_lanes: int) -> Int64Array:
 
 
 def micro_batches(rows: int, num_lanes: int, batch_size: int, tail: Tail) -> int:
-    """Return T: how many micro-batches each lane gives, where ``num_lanes`` lanes share ``rows`` rows.
+    """Return T: how many micro-batches each lane gives, if ``num_lanes`` lanes share ``rows`` rows.
 
     >>> micro_batches(41, 4, 5, "short"), micro_batches(41, 4, 5, "drop")
     (3, 2)
@@ -149,7 +150,8 @@ class EpochDeal:
 
     @cached_property
     def end(self) -> int:
-        """One past the last micro-batch that any rank needs: trailing ones without a row do not count."""
+        """``first`` plus the number of micro-batches of this deal. Trailing micro-batches without a row do not
+        count."""
         if not self.count:
             return self.first
         before = self._before(np.full(self.num_lanes, self.count - 1))
@@ -210,6 +212,7 @@ class EpochDeal:
             positions=positions,
             num_lanes=self.left.num_lanes,
             rotation=self.left.rotation,
+            order=self.left.order,
         )
         return Rest(begun=(left,), next_epoch=self.left.epoch + 1)
 

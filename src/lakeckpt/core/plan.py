@@ -36,6 +36,10 @@ class LayoutKey:
     epoch: int
     num_lanes: int
     rotation: int
+    phase: int = 0
+    table: str = ""
+    """The index of the table by which it is laid out, if epochs that begin later have another one; empty: that of the
+    state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +258,9 @@ class Plan:
     def layout(self, epoch: int) -> LayoutKey:
         """Return the layout of ``epoch``."""
         num_lanes, rotation = self.deal.layout(epoch)
-        return LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation)
+        order = self.state.order_of(epoch)
+        table = order.table if order is not self.state.identity else ""
+        return LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation, phase=order.phase, table=table)
 
     @cached_property
     def _begun(self) -> dict[tuple[int, int], int]:
@@ -299,6 +305,7 @@ def _deal(state: State, segment: Segment, rest: Rest | None) -> EpochDeal | Stre
             rows=identity.tokens or identity.rows,
             start=rest,
             unit=identity.unit,
+            phase=identity.phase,
             share=_share(state, segment),
         )
     whole = Left(epoch=state.epoch, positions=Intervals.whole(identity.rows), num_lanes=num_lanes, rotation=0)

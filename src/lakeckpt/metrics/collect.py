@@ -30,10 +30,10 @@ class Reading:
 
 
 def readings() -> list[Reading]:
-    """Return all that is known now; of metrics that nothing is known of, nothing.
+    """Return all metrics that are known now.
 
-    Of several loaders with one name, counters are added up and gauges are those of the newest. A loader that no manager
-    tracks has the name ``loader``.
+    If several loaders have one name, their counters are added up, and gauges are those of the newest. A loader that no
+    manager tracks has the name ``loader``.
     """
     looked = READERS.looked()  # before the sums: it brings names up to date
     runs = RUNS.living
@@ -96,7 +96,7 @@ def read() -> dict[str, float]:
     """Return all metrics of this process as plain numbers by name, for ``wandb.log`` and others.
 
     A name is ``lakeckpt/rows_total/train``: the metric, and the values of its labels other than ``rank`` and ``run``.
-    The last one is added where the process has several runs.
+    The last one is added if the process has several runs.
     """
     every = readings()
     tag = tag_of(every)

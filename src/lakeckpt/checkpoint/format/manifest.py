@@ -67,7 +67,7 @@ class Begin:
     pid: Count = 0
     """The process of rank 0 there."""
     facts: Facts = field(default_factory=dict)
-    """What its script gave to readers, by which the next attempt says what it has otherwise."""
+    """The settings that its script gave to readers. The next attempt compares them with its own."""
 
     @property
     def attempt(self) -> int:
@@ -120,7 +120,7 @@ class Stretch:
     """The plain `lakeckpt.core.state.State` that it began with."""
     end: Mapping[str, Any]
     consumed: Mapping[int, Intervals]
-    """epoch → positions; empty for a mixture, of which the two states tell the positions of each source."""
+    """epoch → positions; empty for a mixture: its two states tell the positions of each source."""
     basis: Basis = "inferred"
     """How it is known that steps used the rows."""
     reason: str = ""
@@ -163,7 +163,7 @@ class ReaderRecord:
     index: str | None = None
     """Digest (hex) of the footer index of its table: ``index/<digest>.lkc``."""
     excluded: tuple[Excluded, ...] = ()
-    """What was consumed since the parent and trained nothing; of a pending record, on this rank."""
+    """The rows that were consumed since the parent and trained nothing; of a pending record, those of this rank."""
     shared: Positive = 1
     """How many ranks read each row: 1, or the ranks of a model-parallel group."""
     is_repeated: bool = False

@@ -123,7 +123,7 @@ class SlabRecord:
     start: Count
     """The offset of its first byte in the tensor."""
     digest: Digest
-    """Of its bytes: `lakeckpt.checkpoint.format.digests.content_digest`."""
+    """The digest of its bytes: `lakeckpt.checkpoint.format.digests.content_digest`."""
     file: Count
     """The index of its file in the part."""
     at: Count
@@ -142,7 +142,7 @@ class TensorRecord:
 
     spec: TensorSpec
     digest: Digest
-    """Of its bytes: `lakeckpt.checkpoint.format.digests.content_digest`."""
+    """The digest of its bytes: `lakeckpt.checkpoint.format.digests.content_digest`."""
     slabs: tuple[SlabRecord, ...]
     """In the order of the tensor's bytes (`lakeckpt.checkpoint.format.slabs.slab_specs`)."""
     ranks: Ranks
@@ -179,7 +179,7 @@ class SiteWaits:
 
     site: str
     kind: Literal["bubble", "free"]
-    """Whether the rank was idle, or computed while the link to the host was free."""
+    """True if the rank was idle; False: it computed while the link to the host was free."""
     median_s: float
     """The median length of a wait, in seconds."""
     share: float
@@ -196,7 +196,7 @@ class Tile:
     ranks: Positive
     """How many ranks share each tensor."""
     shape: tuple[Count, ...]
-    """Of the whole tensors."""
+    """The shape of the whole tensors."""
     offsets: tuple[Count, ...]
     sizes: tuple[Count, ...]
     names: int
@@ -205,7 +205,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartHead:
-    """What a commit must know of a part."""
+    """The head of a part: all that a commit must know of the part."""
 
     run: str
     save: SaveId

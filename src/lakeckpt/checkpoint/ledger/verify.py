@@ -2,7 +2,7 @@
 
 It reads the log, the footer indexes, and for each checkpoint its parts and all their files to the last byte. It also
 checks that the parts of tensors that ranks share make up whole tensors. A checkpoint that a later commit was allowed to
-remove counts as removed where one of its files is missing, because retention may have been killed half-way. All other
+remove counts as removed if one of its files is missing, because retention may have been killed half-way. All other
 checkpoints must be there, the newest one of the history among them.
 
 A run may go on meanwhile. The checkpoints that were there when the check began are checked. If one is damaged, the log
@@ -22,8 +22,8 @@ from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import OBJECTS, PARTS, PartRecord
 from lakeckpt.checkpoint.format.verified_reads import fetch_part, fetch_register, verify_file
 from lakeckpt.checkpoint.ledger.audit import read_run
+from lakeckpt.checkpoint.ledger.audit_report import plain_of
 from lakeckpt.checkpoint.ledger.indexes import index_damage
-from lakeckpt.checkpoint.ledger.report import plain_of
 from lakeckpt.checkpoint.persist.history import History, must_stay
 from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
 from lakeckpt.checkpoint.state.wholes import Wholes

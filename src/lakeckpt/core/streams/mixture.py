@@ -12,15 +12,16 @@ The module reads nothing, and starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from lakeckpt.core.changes import opening
+from lakeckpt.core.changes import opening, without
 from lakeckpt.core.identity import Identity, Mixing
+from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Rest, turns
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import Segment, State
@@ -28,7 +29,7 @@ from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, Par
 from lakeckpt.core.streams.mixing import Share, fractions
 from lakeckpt.core.streams.stream import StreamDeal
 
-__all__ = ["MixedPlan", "advanced", "joined", "plan_of", "replanned", "reweighed", "started", "stretches"]
+__all__ = ["MixedPlan", "advanced", "excluding", "joined", "plan_of", "replanned", "reweighed", "started", "stretches"]
 
 _BLOCK = 16
 """Micro-batches that are planned together."""
@@ -235,6 +236,14 @@ def _opened(
     number = MixedPlan(state).micro_batch(state.step)
     segment = Segment(micro_batch=number, step=state.step, weights=weights, carried=carried, **topology)
     return opening(state, segment)
+
+
+def excluding(state: State, excluded: Sequence[Mapping[int, Intervals]], orders: Sequence[Identity]) -> State:
+    """Return ``state``, of one order or of a mixture, without ``excluded``: see `lakeckpt.core.changes.without`."""
+    opened = replace(state.segment, micro_batch=plan_of(state).micro_batch(state.step), step=state.step)
+    if state.mixing is not None:
+        opened = replace(opened, carried=_carried(state, opened.num_lanes))
+    return without(state, opened, excluded, orders)
 
 
 def _carried(state: State, num_lanes: int) -> tuple[int, ...] | None:

@@ -35,7 +35,7 @@ from lakeckpt.errors import (
     TableVersionGone,
 )
 from lakeckpt.lake.formats.clients import asking, is_of_the_store, object_store_options
-from lakeckpt.lake.formats.model import Change, ChangeKind, PinnedFile, PinnedFiles
+from lakeckpt.lake.formats.pinned_files import Change, ChangeKind, PinnedFile, PinnedFiles
 from lakeckpt.lake.parquet.footer import Int64Array
 from lakeckpt.lake.storage.base import Storage, redact_uri, split_uri
 from lakeckpt.lake.table.column_mapping import ColumnMapping, StoredField
@@ -229,7 +229,7 @@ def _stored_below(kind: Any, mode: str) -> tuple[StoredField, ...]:
 
 
 def _committed_ms(storage: Storage, number: int) -> int | None:
-    """Return the time in the first lines of a commit; None where the commit is gone or has none."""
+    """Return the time in the first lines of a commit; None if the commit is gone or has none."""
     try:
         head = storage.read(f"{_LOG}/{number:020}.json", 0, _COMMIT_HEAD_BYTES)
     except ObjectMissing:

@@ -50,7 +50,7 @@ class StoredField:
 
     @classmethod
     def from_plain(cls, plain: Any, kind: pa.DataType) -> StoredField:
-        """Return the field of which `to_plain` made ``plain``."""
+        """Return the field that `to_plain` made into ``plain``."""
         field_id, names, children, default = plain
         below = zip(children, fields_of(kind), strict=False)
         return cls(
@@ -76,7 +76,7 @@ class ColumnMapping:
 
     @classmethod
     def from_plain(cls, plain: Any, schema: pa.Schema) -> ColumnMapping:
-        """Return the mapping of which `to_plain` made ``plain``."""
+        """Return the mapping that `to_plain` made into ``plain``."""
         return cls(fields={name: StoredField.from_plain(stored, schema.field(name).type) for name, stored in plain})
 
 
@@ -110,7 +110,7 @@ def resolve(
 ) -> dict[str, FieldPlan]:
     """Return where a file of the Arrow schema ``file`` (field ids in its fields' metadata) holds each of ``columns``.
 
-    Raises `SchemaError`, naming ``path``, where a column cannot be identified, or must not be null and has no value.
+    Raises `SchemaError`, naming ``path``, if a column cannot be identified, or must not be null and has no value.
     """
     has_ids = any(_field_id(one) is not None for one in _all_fields(file))
     whole = _File(path=path, has_ids=has_ids)

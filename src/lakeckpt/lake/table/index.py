@@ -215,11 +215,11 @@ class TableIndex:
 
     @classmethod
     def loads(cls, data: bytes) -> TableIndex:
-        """Read what `dumps` wrote. `WireError` where it is damaged, newer, or not an index; nothing else."""
+        """Read what `dumps` wrote. `WireError` if it is damaged, newer, or not an index; nothing else."""
         value = loads(data, kind=KIND, supported=VERSION)
         try:
             index, digest = cls._of_document(value), value["digest"]
-        except Exception as error:  # whatever a document that is none of ours makes numpy and pyarrow raise
+        except Exception as error:  # a foreign document makes numpy and pyarrow raise anything
             raise WireDamaged(f"this table index is malformed: {type(error).__name__}: {error}") from error
         if index.digest != digest:
             raise WireDamaged(f"this table index records the digest {digest!r}, but has {index.digest!r}")
@@ -314,7 +314,7 @@ def _read_only(array: Int64Array) -> Int64Array:
 
 
 def _narrow(array: Int64Array) -> np.ndarray[Any, Any]:
-    """Return the same numbers in four bytes each where they fit."""
+    """Return the same numbers in four bytes each if they fit."""
     return array.astype("<u4") if not len(array) or int(array.max()) < 2**32 else array.astype("<i8")
 
 

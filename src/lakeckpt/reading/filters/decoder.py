@@ -1,8 +1,8 @@
 """This module decodes the rows that a filter keeps of a row group.
 
-`FilteredDecoder` decodes as `RowGroupDecoder` does, and its row numbers count the rows that stay. Of a row group of
-which every row stays, it reads only the columns asked for. Of any other it also reads the filter's columns, evaluates
-the filter, and drops them. The rows that stay must be those that were counted, by their digest: positions rest on them.
+`FilteredDecoder` decodes as `RowGroupDecoder` does, and its row numbers count the rows that stay. If every row of a row
+group stays, it reads only the columns asked for. Else it also reads the filter's columns, evaluates the filter, and
+drops them. The rows that stay must be those that were counted, by their digest: positions rest on them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FilteredDecoder(RowGroupDecoder):
     def decode(self, group: int, start: int, stop: int) -> pa.Table:
         """Return rows [start, stop) of those of row group ``group`` that the filter keeps.
 
-        Raises as `RowGroupDecoder.decode`, and `DataFileChanged` where the filter keeps other rows than were counted.
+        Raises as `RowGroupDecoder.decode`, and `DataFileChanged` if the filter keeps other rows than were counted.
         """
         existing = int(self.table.index.group_rows[group])
         counted = int(self._counts.group_rows[group])
@@ -64,7 +64,7 @@ class FilteredDecoder(RowGroupDecoder):
         return bool(self._counts.group_rows[group]) and super()._is_fetched(group)
 
     def _check(self, group: int, counted: int, mask: pa.ChunkedArray) -> None:
-        """Raise `DataFileChanged` where the rows that stay are not those that were counted."""
+        """Raise `DataFileChanged` if the rows that stay are not those that were counted."""
         found, digest = digested(mask)
         if (found, digest) == (counted, int(self._counts.group_digests[group])):
             return

@@ -25,7 +25,7 @@ _SLASHES = re.compile("/{2,}")
 _SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfss": "abfs", "wasb": "abfs", "wasbs": "abfs", "local": "file"}
 _BOOLEANS = {"true": True, "false": False}
 _PREFIXES = {"s3": ("client.", "s3."), "abfs": ("adls.",), "gs": ("gcs.",)}
-"""How the properties of a store begin. Of one name, the last prefix counts."""
+"""How the properties of a store begin. If a name has several prefixes, the last one counts."""
 _S3 = "access-key-id secret-access-key session-token profile-name endpoint region anonymous force-virtual-addressing"
 _AZURE = "account-name account-key sas-token tenant-id client-id client-secret"
 _PASSED_ON = frozenset(f"{_S3} {_AZURE}".split())
@@ -55,7 +55,7 @@ def plain_location(location: str) -> str:
 def storage_options_of(properties: Mapping[str, Any], location: str) -> dict[str, Any] | None:
     """The options with which our storage reads ``location``, from a catalog's FileIO properties; None: the defaults.
 
-    `ConfigError` where the properties ask for what only pyiceberg's own clients do: then pass ``storage_options``.
+    `ConfigError` if the properties ask for what only pyiceberg's own clients do: then pass ``storage_options``.
     """
     found: dict[str, Any] = {}
     for prefix in _PREFIXES.get(split_uri(plain_location(location))[0], ()):
