@@ -175,7 +175,7 @@ def are_tiled(tilings: Iterable[Tiling]) -> bool:
     return True
 
 
-def _value(dtype: str, place: Place, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+def _value(dtype: str, place: PartPlace, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
     """Return the value of a box of the tensor that ``place`` names."""
     found = int.from_bytes(short_digest(place.name.encode(), f"{dtype}{place.shape}".encode()), "big")
     for dim, (first, size) in enumerate(zip(offsets, sizes, strict=True)):
