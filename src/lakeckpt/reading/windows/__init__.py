@@ -2,10 +2,10 @@
 
 ::
 
-    positions, announced and taken → [positions] → views of decoded windows, in the order asked for
+    lanes that are read, positions → [positions] → views of decoded windows, in the order asked for
                                          |  ^
                                          v  |
-                                      [cache]: which windows are in memory; [room] says how many may be
+              [lanes]: what next? --> [cache]: which windows are in memory, and decoded ahead; [room]: how many may be
                                          |
                   in [threads]:       [window]: fragments → columns → gathered in the order of positions
                                          |
