@@ -12,8 +12,8 @@ import pytest
 
 from lakeckpt import LakeDataset, LakeLoader, Table, open_table
 from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.checkpoint.ledger.audit_report import AuditReport
 from lakeckpt.checkpoint.ledger.explain import explain
-from lakeckpt.checkpoint.ledger.report import AuditReport
 from lakeckpt.cli.main import main
 from lakeckpt.errors import ConfigError, DataFileDamaged, StateMismatch
 from lakeckpt.lake.table.index import TableIndex

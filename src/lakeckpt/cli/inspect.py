@@ -14,7 +14,7 @@ from typing import Any
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.register import best_first
 from lakeckpt.checkpoint.ledger.audit import read_run
-from lakeckpt.checkpoint.ledger.records import SourceRecord, readers_in
+from lakeckpt.checkpoint.ledger.source_records import SourceRecord, readers_in
 from lakeckpt.checkpoint.ledger.verify import Kept
 from lakeckpt.checkpoint.persist.history import History
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json

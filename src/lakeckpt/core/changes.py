@@ -64,7 +64,7 @@ def start(identity: Identity, *, epoch: int, num_lanes: int, batch_size: int, wo
 
 
 def _unread(identity: Identity, segment: Segment) -> Held | None:
-    """Return the frontiers of lanes of which nothing was consumed; None in lockstep."""
+    """Return the frontiers of lanes that nothing was consumed of; None in lockstep."""
     if identity.maker is None:
         return None
     nothing = (0,) * segment.num_lanes

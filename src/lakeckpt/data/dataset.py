@@ -259,7 +259,7 @@ class LakeDataset(BaseDataset):
         """The rows that the filter keeps of each row group, or the tokens that are packed; None without either. Counted
         now, if not before.
 
-        Of the ranks of a job, the first that asks counts, and the others wait for its counts.
+        The first rank of a job that asks counts, and the others wait for its counts.
         """
         return self._versions.at_hand.selection
 

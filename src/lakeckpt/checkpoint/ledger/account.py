@@ -17,9 +17,7 @@ from dataclasses import replace
 
 from lakeckpt.checkpoint.consumed.rows import RowOrder, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
-from lakeckpt.checkpoint.ledger.epoch_account import Piece, Space, count_epoch, piece_of, space_of
-from lakeckpt.checkpoint.ledger.records import Records
-from lakeckpt.checkpoint.ledger.report import (
+from lakeckpt.checkpoint.ledger.audit_report import (
     EpochAudit,
     EpochStatus,
     ExcludedRows,
@@ -27,6 +25,8 @@ from lakeckpt.checkpoint.ledger.report import (
     FindingKind,
     ReaderAudit,
 )
+from lakeckpt.checkpoint.ledger.epoch_account import Piece, Space, count_epoch, piece_of, space_of
+from lakeckpt.checkpoint.ledger.source_records import Records
 from lakeckpt.checkpoint.ledger.tranches import doubts_of_tranches
 from lakeckpt.checkpoint.ledger.walk import ReaderWalk
 from lakeckpt.core.consumption import consumed, dropped

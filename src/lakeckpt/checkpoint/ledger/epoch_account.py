@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lakeckpt.checkpoint.consumed.rows import RowOrder, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest
-from lakeckpt.checkpoint.ledger.report import EpochAudit, EpochStatus, FindingKind
+from lakeckpt.checkpoint.ledger.audit_report import EpochAudit, EpochStatus, FindingKind
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import LayoutKey, Plan

@@ -4,7 +4,7 @@ One manifest holds the record of step K: the place of the reader after each step
 The same plan deals the rows between steps K-1 and K to the ranks again, and their positions are looked up in the order.
 
 The module reads only ``log/`` and ``index/``, and never the table, unless documents of packed sequences are to be
-named (`lakeckpt.checkpoint.ledger.documents`). It never imports torch, and starts no threads.
+named (`lakeckpt.checkpoint.ledger.document_finder`). It never imports torch, and starts no threads.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy.typing as npt
 from lakeckpt.checkpoint.consumed.rows import GroupRows, RowOrder, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.audit import read_run
-from lakeckpt.checkpoint.ledger.documents import DocumentFinder, DocumentTokens
+from lakeckpt.checkpoint.ledger.audit_report import plain_of
+from lakeckpt.checkpoint.ledger.document_finder import DocumentFinder, DocumentTokens
 from lakeckpt.checkpoint.ledger.indexes import orders_of
-from lakeckpt.checkpoint.ledger.records import SourceRecord, readers_in
-from lakeckpt.checkpoint.ledger.report import plain_of
+from lakeckpt.checkpoint.ledger.source_records import SourceRecord, readers_in
 from lakeckpt.checkpoint.persist.history import History, index_path, selection_path
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.core.identity import Identity

@@ -9,7 +9,7 @@ It reads no rows, asks no other process, and starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from lakeckpt.core.changes import fit_lanes
@@ -369,9 +369,13 @@ class Progress:
         self.runs.finish(self.plan.steps, moves=self._moves)
         self._leave_rest()
 
+    def stretches(self) -> Iterable[tuple[Any, int, int | None]]:
+        """Return (plan, first step, one past its last step or None) of all that is left of the epoch, or mixture."""
+        return stretches(self.state)
+
     def assignments(self, rank: int) -> Iterator[Any]:
         """Yield what ``rank`` gets in the steps that are left of the epoch, or of the mixture."""
-        for plan, step, stop in stretches(self.state):
+        for plan, step, stop in self.stretches():
             while stop is None or step < stop:
                 yield plan.assignment(step, rank, row_wise=self._row_wise)
                 step += 1

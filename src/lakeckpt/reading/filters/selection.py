@@ -33,7 +33,7 @@ Uint64Array = npt.NDArray[np.uint64]
 KIND, VERSION = "row-selection", (1, 0)
 _TEXTS = ("table", "text", "expression", "pyarrow", "digest")
 NONE, EVERY = 0, 2**64 - 1
-"""The digests of a row group of which no row, or every row, stays: neither needs a bitmap."""
+"""The digests of a row group that keeps no row, or every row: neither needs a bitmap."""
 
 
 def digested(mask: pa.ChunkedArray) -> tuple[int, int]:
