@@ -18,7 +18,7 @@ from typing import Any
 
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.lanes import Rest
+from lakeckpt.core.lanes import Left, Rest
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import MAX_EPOCH, Frontier, Held, Segment, State, inside, lanes_of
 from lakeckpt.errors import StateError
@@ -136,8 +136,8 @@ def without(
 ) -> State:
     """Return ``state``, of the whole job, going on in the segment ``opened`` without some positions.
 
-    ``excluded`` are, for each order, positions of epochs that have begun. ``orders`` are those of epochs that begin
-    later; an epoch that has begun keeps its own.
+    ``excluded`` are, for each order, positions by epoch. ``orders`` are those of epochs that begin later; an epoch that
+    has begun, or of which positions are excluded, keeps its own.
     """
     plans = [Plan(one) for one in of_each(state)]
     bases = tuple(_rest_without(*each) for each in zip(plans, excluded, orders, strict=True))
@@ -148,14 +148,19 @@ def without(
 
 
 def _rest_without(plan: Plan, excluded: Mapping[int, Intervals], order: Identity) -> Rest:
-    rest, begun = plan.left, []
-    assert all(epoch < rest.next_epoch for epoch in excluded), "positions are excluded of epochs that have begun"
-    for left in rest.begun:
+    rest, state = plan.left, plan.state
+    lefts = list(rest.begun)
+    for epoch in range(rest.next_epoch, max(excluded, default=0) + 1):  # of which nothing but this is consumed
+        num_lanes, rotation = plan.deal.layout(epoch)
+        whole = Intervals.whole(state.rows_of(epoch))
+        lefts.append(Left(epoch=epoch, positions=whole, num_lanes=num_lanes, rotation=rotation))
+    begun = []
+    for left in lefts:
         positions = left.positions.difference(excluded.get(left.epoch, Intervals.empty()))
-        before = plan.state.order_of(left.epoch)
+        before = state.order_of(left.epoch)
         if positions or not order.endless:
             begun.append(replace(left, positions=positions, order=None if before == order else before))
-    return Rest(begun=tuple(begun), next_epoch=rest.next_epoch)
+    return Rest(begun=tuple(begun), next_epoch=rest.next_epoch + len(lefts) - len(rest.begun))
 
 
 def rebase(state: State, identity: Identity) -> State:
