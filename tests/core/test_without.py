@@ -10,12 +10,12 @@ import pytest
 
 from lakeckpt.core.changes import replan, start
 from lakeckpt.core.consumption import consumed, consumption
-from lakeckpt.core.identity import Identity
+from lakeckpt.core.identity import Identity, Mixing
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
-from lakeckpt.core.streams.mixture import excluding
+from lakeckpt.core.streams.mixture import excluding, started
 
 ROWS = 97
 
@@ -78,3 +78,13 @@ def test_epochs_that_begin_later_have_the_other_order_and_begin_behind_what_a_se
     assert (layout.first, layout.rows, after.rows_of(1)) == (2, 7, 7)
     assert Plan(after).layout(0).table == "a" and not Plan(after).layout(1).table
     assert State.from_plain(after.to_plain()) == after
+
+
+def test_an_epoch_of_which_nothing_was_read_begins_in_the_other_order() -> None:
+    mixing = Mixing(names=("a", "b"), seed=1, whole=False, weights=(65536, 0))
+    orders = (identity(endless=True), identity(endless=True))
+    topology = {"num_lanes": 1, "batch_size": 2, "world_size": 1}
+    state = started(mixing, orders, topology).moved(step=3)
+    after = excluding(state, [{}, {}], [replace(one, table="other", rows=90) for one in orders])
+    assert [after.of(source).order_of(0).table for source in range(2)] == ["t", "other"]
+    assert after.of(0).order_of(1).table == "other"

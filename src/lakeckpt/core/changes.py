@@ -150,7 +150,7 @@ def without(
 def _rest_without(plan: Plan, excluded: Mapping[int, Intervals], order: Identity) -> Rest:
     rest, state = plan.left, plan.state
     lefts = list(rest.begun)
-    for epoch in range(rest.next_epoch, max(excluded, default=0) + 1):  # of which nothing but this is consumed
+    for epoch in range(rest.next_epoch, max(excluded, default=-1) + 1):  # epochs that have not begun
         num_lanes, rotation = plan.deal.layout(epoch)
         whole = Intervals.whole(state.rows_of(epoch))
         lefts.append(Left(epoch=epoch, positions=whole, num_lanes=num_lanes, rotation=rotation))
