@@ -261,17 +261,7 @@ class BatchSource(Iterations):
     def _layout(self, key: LayoutKey) -> EpochLayout:
         layout = self._layouts.get(key)
         if layout is None:
-            rows, unit = self._counted(key)
-            layout = EpochLayout.build(
-                rows,
-                self._spec,
-                key.epoch,
-                key.num_lanes,
-                key.rotation,
-                unit=unit,
-                endless=self._endless,
-                phase=key.phase,
-            )
+            layout = key.layout(self._spec, *self._counted(key), endless=self._endless)
             while len(self._layouts) >= _LAYOUTS_KEPT:
                 self._layouts.pop(next(iter(self._layouts)))
             self._layouts[key] = layout
