@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.state import State
 from lakeckpt.lake.storage.local import LocalStorage
-from lakeckpt.reading.windows.cache import parts_of
+from lakeckpt.reading.windows.cache import window_parts
 from lakeckpt.testing import assert_exactly_once
 
 ROWS = {"web": 300, "code": 200, "rare": 30}
@@ -119,7 +119,7 @@ def test_rows_do_not_depend_on_how_much_of_a_window_a_source_holds(
 
     whole = [rows_of(batch) for batch in take(made(), 60)]
     monkeypatch.setattr("lakeckpt.reading.windows.cache._WINDOWS", 0.5)
-    assert [parts_of(weight / 16) for weight in WEIGHTS.values()] == [3, 5, 32]
+    assert [window_parts(weight / 16) for weight in WEIGHTS.values()] == [3, 5, 32]
     loader = made()
     found = [rows_of(batch) for batch in take(loader, 25)]
     resumed = made()
