@@ -68,7 +68,7 @@ def run(state: State, steps: int) -> tuple[State, Rows]:
         for step in range(first, last):
             for rank in range(plan.segment.world_size):
                 taken = plan.assignment(step, rank)
-                for source, spans, _ in taken.parts:
+                for source, spans, *_ in taken.parts:
                     assert sum(span.rows for span in spans) == int((taken.order == source).sum())
                     for span in spans:
                         found.update((source, span.epoch, one) for one in range(span.start, span.stop))

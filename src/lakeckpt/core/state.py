@@ -11,7 +11,7 @@ position that follows).
 
 The state of a mixture has several orders, one for each source, which are endless streams, and one list of segments,
 each with the weights of all sources. `State.of` looks at one source: then it is as the state of a stream of its own, of
-which each micro-batch has a share.
+which each micro-batch has a share. Of each source that has a maker, it holds the frontiers of its own lanes.
 
 From a state, `lakeckpt.core.plan` computes everything else: which rank gets which rows next, and which rows have been
 consumed. States are values: every change makes a new state. A state never lists single rows.
@@ -103,6 +103,8 @@ class Begun:
     epoch: Count
     position: Count
     offset: Positive
+    source: Count | None = None
+    """The number of the source of a mixture; None: there is one."""
 
 
 @as_row
@@ -112,9 +114,10 @@ class Held:
 
     ranks: Intervals
     done: tuple[Count, ...]
-    """For each lane of the ranks, in ascending order: the positions that are consumed."""
+    """For each lane of the ranks, in ascending order: the positions that are consumed. Of a mixture, these lanes of
+    each source that has a maker, source after source."""
     offsets: tuple[Count, ...]
-    """For each lane: the items that are consumed of the position that follows."""
+    """For each of ``done``: the items that are consumed of the position that follows."""
 
     def __post_init__(self) -> None:
         if not self.ranks or len(self.done) != len(self.offsets):
@@ -133,7 +136,8 @@ class State:
     epoch: Count
     """The current epoch; 0 if the stream is endless (it counts its epochs itself)."""
     segments: tuple[Segment, ...]
-    """At least one; the last is the current segment. Of frontiers that are held, the current segment alone."""
+    """At least one; the last is the current segment. If frontiers are held, the current segment alone; of a mixture,
+    segments with equally many lanes."""
     step: Count
     """Steps done, of this epoch; every rank has done as many."""
     bases: tuple[Rest, ...] = ()
@@ -173,8 +177,8 @@ class State:
             counts = {len(each) for each in (one.weights, one.carried) if each is not None}
             if (one.weights is None) != (self.mixing is None) or counts - {count}:
                 raise ValueError(f"the segments of {count} sources have weights for each, got {one.weights}")
-        if self.mixing is not None and (self.held is not None or not all(one.endless for one in self.orders)):
-            raise ValueError("the sources of a mixture are endless streams, whose positions yield one row each")
+        if self.mixing is not None and not all(one.endless for one in self.orders):
+            raise ValueError("the sources of a mixture are endless streams")
 
     def _check_segments(self) -> None:
         starts = [(segment.step, segment.micro_batch) for segment in self.segments]
@@ -199,22 +203,28 @@ class State:
                 raise ValueError(f"the rest names positions outside of epoch {left.epoch} of {rows} rows")
 
     def _check_begun(self) -> None:
-        keys = [(one.epoch, one.position) for one in self.begun]
+        keys = [(one.source or 0, one.epoch, one.position) for one in self.begun]
         if keys != sorted(set(keys)):
             raise ValueError(f"positions that have begun are named once and in order, got {keys[:8]}")
-        if keys and (self.base is None or inside(self.base, self.identity, self.begun) != self.begun):
-            raise ValueError(f"positions that have begun are not among those that were left: {keys[:8]}")
+        for source in dict.fromkeys(one.source for one in self.begun):
+            here, number = tuple(one for one in self.begun if one.source == source), source or 0
+            is_known = (source is None) == (self.mixing is None) and number < len(self.bases)
+            if not is_known or inside(self.bases[number], self.orders[number], here) != here:
+                raise ValueError(f"positions that have begun are not among those that were left: {keys[:8]}")
 
     def _check_held(self, held: Held) -> None:
         world_size, num_lanes = self.segment.world_size, self.segment.num_lanes
-        if len(self.segments) > 1:
+        if len(self.segments) > 1 and self.mixing is None:
             raise ValueError(f"frontiers are of the lanes of one segment, got {len(self.segments)} segments")
+        if any(one.num_lanes != num_lanes for one in self.segments):
+            raise ValueError("frontiers are of the lanes since they were dealt, and the segments have other lanes")
         if held.ranks.stops[-1] > world_size:
             raise ValueError(f"it holds the lanes of ranks {held.ranks}, of {world_size} ranks")
         count = held.ranks.size * num_lanes // world_size
-        if len(held.done) != count:
+        if len(held.done) != count * len(self.makers):
+            sources = "" if self.mixing is None else f" of each of {len(self.makers)} sources"
             raise ValueError(
-                f"{held.ranks.size} of {world_size} ranks have {count} of {num_lanes} lanes, and there are "
+                f"{held.ranks.size} of {world_size} ranks have {count} of {num_lanes} lanes{sources}, and there are "
                 f"{len(held.done)} counts of positions and {len(held.offsets)} offsets"
             )
 
@@ -228,12 +238,26 @@ class State:
         return found
 
     def of(self, source: int) -> State:
-        """Return this state, of which one source of a mixture is looked at."""
+        """Return this state, of which one source of a mixture is looked at. Only a source with a maker holds
+        frontiers, which follow from no segment before the current one."""
         assert self.mixing is not None
+        values = {name: getattr(self, name) for name in State.__slots__} | {"source": source}
+        if self.held is not None:
+            values["held"] = self._held_of(self.held, source)
+            values["begun"] = tuple(one for one in self.begun if one.source == source)
+            if values["held"] is not None:
+                values["segments"] = self.segments[-1:]
         found = object.__new__(State)
-        for name in State.__slots__:
-            object.__setattr__(found, name, source if name == "source" else getattr(self, name))
+        for name, value in values.items():
+            object.__setattr__(found, name, value)
         return found
+
+    def _held_of(self, held: Held, source: int) -> Held | None:
+        if source not in self.makers:
+            return None
+        count = len(held.done) // len(self.makers)
+        mine = slice((start := self.makers.index(source) * count), start + count)
+        return Held(ranks=held.ranks, done=held.done[mine], offsets=held.offsets[mine])
 
     @property
     def identity(self) -> Identity:
@@ -246,6 +270,11 @@ class State:
         """The rest when the first of ``segments`` began; of a mixture, that of the source that is looked at."""
         assert self.mixing is None or self.source is not None, "a mixture has no order of its own"
         return self.bases[self.source or 0] if self.bases else None
+
+    @property
+    def makers(self) -> tuple[int, ...]:
+        """The numbers of the orders that have a maker, so that consumption depends on the data."""
+        return tuple(number for number, one in enumerate(self.orders) if one.maker is not None)
 
     @property
     def is_endless(self) -> bool:
@@ -270,14 +299,15 @@ class State:
         return lanes_of(self.segment, Intervals.empty() if self.held is None else self.held.ranks)
 
     @property
-    def frontiers(self) -> dict[int, Frontier]:
-        """Lane → frontier, for each lane whose frontier it holds."""
+    def frontiers(self) -> dict[Any, Frontier]:
+        """Lane → frontier, for each lane whose frontier it holds; of a mixture, (source, lane) → frontier."""
         held = self.held
-        return (
-            {}
-            if held is None
-            else dict(zip(self.lanes.tolist(), zip(held.done, held.offsets, strict=True), strict=True))
-        )
+        if held is None:
+            return {}
+        keys: list[Any] = self.lanes.tolist()
+        if self.mixing is not None and self.source is None:
+            keys = [(source, lane) for source in self.makers for lane in keys]
+        return dict(zip(keys, zip(held.done, held.offsets, strict=True), strict=True))
 
     @property
     def is_whole(self) -> bool:

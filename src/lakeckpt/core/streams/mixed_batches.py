@@ -6,14 +6,15 @@ imports the standard library and numpy only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.plan import LayoutKey
-from lakeckpt.core.receipts import Receipt, Span
+from lakeckpt.core.plan import LayoutKey, Plan
+from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt, Span
 from lakeckpt.wire.documents import to_plain
 
 __all__ = ["AnyReceipt", "MixedAssignment", "MixedReceipt", "Part"]
@@ -32,13 +33,17 @@ class MixedReceipt:
     rows: int
     """Its rows, of all sources."""
     spans: tuple[tuple[str, tuple[Span, ...]], ...]
-    """(source, its positions in the order of its rows), of the sources that have rows in it; each names its epochs."""
+    """(source, its positions in the order of its rows), of the sources that have rows in it; each names its epochs. If
+    the consumption of a source depends on the data: the positions whose items it holds, in part or all, or that yielded
+    none."""
     epoch: int = 0
     """0: sources count their epochs themselves."""
     reader: str = ""
     """`lakeckpt.core.state.State.digest`; empty: not named."""
     last: bool | None = field(default=None, compare=False)
     """As in `lakeckpt.Receipt`."""
+    moves: tuple[LaneMove, ...] = ()
+    """How its lane of each source whose consumption depends on the data moved."""
     items: ClassVar[None] = None
 
     @property
@@ -70,6 +75,16 @@ class MixedReceipt:
             step_rows=rows * self.world_size,
         )
 
+    def with_reads(self, names: tuple[str, ...], reads: Mapping[int, LaneRead]) -> MixedReceipt:
+        """Return the receipt with what was read of sources whose consumption depends on the data: ``reads``, by the
+        numbers of ``names``."""
+        spans = dict(self.spans) | {names[source]: one.spans for source, one in reads.items()}
+        return replace(
+            self,
+            spans=tuple((name, spans[name]) for name in names if name in spans),
+            moves=tuple(one.move for _, one in sorted(reads.items())),
+        )
+
     def to_plain(self) -> dict[str, object]:
         """Return the receipt as JSON-able values."""
         found: dict[str, object] = to_plain(self)
@@ -88,6 +103,9 @@ class Part(NamedTuple):
     spans: tuple[Span, ...]
     layouts: tuple[LayoutKey, ...]
     """As in `lakeckpt.core.plan.Assignment`."""
+    rows: int
+    plan: Plan | None = None
+    """If the consumption of the source depends on the data, the plan by which its lanes go on, in place of spans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
