@@ -22,7 +22,7 @@ __all__ = ["BASES", "Basis", "Given", "ReadAhead"]
 
 Basis = Literal["stated", "inferred", "undecided", "suspected"]
 """The evidence that rows were consumed. The loop states it by ``step(batch)``, or it is inferred from the rows that
-were delivered. An inference is weaker while too few steps were seen to judge it, or where something seems to read
+were delivered. An inference is weaker while too few steps were seen to judge it, or if something seems to read
 ahead."""
 
 BASES: tuple[Basis, ...] = get_args(Basis)
@@ -66,7 +66,8 @@ class ReadAhead:
     def __init__(self) -> None:
         self._steps = 0
         self._counts: list[int] = []
-        """The batches of the first steps, but for those that came after the end of an iteration: of what was left."""
+        """The number of batches of each of the first steps. Steps that the end of an iteration cut short do not
+        count."""
         self._restarted = False
         """True if an iteration began with the last of them."""
         self.reason = ""

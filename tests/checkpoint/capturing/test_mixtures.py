@@ -25,7 +25,7 @@ from lakeckpt.checkpoint.capture import moves, slice_copier
 from lakeckpt.checkpoint.capture import samples as samples_module
 from lakeckpt.checkpoint.capture import store as store_module
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.capture.links import Batch
+from lakeckpt.checkpoint.capture.links import CopyBatch
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.checkpoint.format.fields import CutId
@@ -338,7 +338,7 @@ class Behind(SimulatedLink):
             self.allowed += more
             self.changed.notify_all()
 
-    def copy(self, batch: Batch, /) -> Any:
+    def copy(self, batch: CopyBatch, /) -> Any:
         ticket = super().copy(batch)
         wait, done = ticket.wait, threading.Event()
 
@@ -494,7 +494,7 @@ def test_captures_behind_one_that_failed_are_whole(ahead: Callable[..., Ahead]) 
     for step in range(2, 14, 3):
         made = iter(range(100))
 
-        def copy_some(batch: Batch, /, made: Iterator[int] = made) -> Any:
+        def copy_some(batch: CopyBatch, /, made: Iterator[int] = made) -> Any:
             if next(made) == 5:
                 raise RuntimeError("the device is gone")
             return copy(batch)

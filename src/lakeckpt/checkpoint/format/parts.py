@@ -179,7 +179,7 @@ class SiteWaits:
 
     site: str
     kind: Literal["bubble", "free"]
-    """Whether the rank was idle, or computed while the link to the host was free."""
+    """True if the rank was idle; False: it computed while the link to the host was free."""
     median_s: float
     """The median length of a wait, in seconds."""
     share: float
@@ -205,7 +205,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartHead:
-    """What a commit must know of a part."""
+    """The head of a part: all that a commit must know of the part."""
 
     run: str
     save: SaveId
