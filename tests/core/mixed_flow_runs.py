@@ -35,8 +35,8 @@ class Rank:
     def step(self, found: Items) -> MixedReceipt:
         dealt = next(self.assignments)
         reads, frontiers = {}, dict[tuple[int, int], Frontier]()
-        for part in dealt.parts:
-            assert part.rows == int((dealt.order == part.source).sum())
+        for part in dealt.block.parts_of(dealt.number):
+            assert part.rows == int((dealt.block.order[dealt.number] == part.source).sum())
             for span in part.spans:
                 found.update((part.source, span.epoch, at, 0) for at in range(span.start, span.stop))
             if part.plan is not None:

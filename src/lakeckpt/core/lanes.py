@@ -168,9 +168,11 @@ class EpochDeal:
                 low += self._shift
                 return [Span(epoch=self.left.epoch, start=low, stop=low + self.batch_size)]
             return spans_of(self.left.epoch, self.left.positions.take(low, low + self.batch_size))
-        limit = self.limits[lane : lane + 1].repeat(2)
-        inside = rows_before(limit, self.count, self.batch_size, np.array([turn, turn + 1]))
-        return spans_of(self.left.epoch, self.left.positions.take(start + int(inside[0]), start + int(inside[1])))
+        return self.lane_spans(lane, self.done(lane, turn), self.done(lane, turn + 1))
+
+    def done(self, lane: int, turn: int) -> int:
+        """Return how many positions ``lane`` gives in its first ``turn`` micro-batches."""
+        return int(rows_before(self.limits[lane : lane + 1], self.count, self.batch_size, np.array([turn]))[0])
 
     def lane_spans(self, lane: int, start: int, stop: int) -> list[Span]:
         """Return the ``start``-th to ``stop``-th (exclusive) positions of ``lane``."""

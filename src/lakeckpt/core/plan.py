@@ -12,9 +12,9 @@ a table or changes a state.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -27,7 +27,17 @@ from lakeckpt.core.streams.mixing import Share
 from lakeckpt.core.streams.stream import StreamDeal
 from lakeckpt.errors import StateError
 
-__all__ = ["Assignment", "LayoutKey", "Plan", "deal_key", "deals", "dealt_in", "share_of"]
+__all__ = [
+    "Assignment",
+    "LaneRest",
+    "LayoutKey",
+    "Plan",
+    "cut_spans",
+    "deal_key",
+    "deals",
+    "dealt_in",
+    "share_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +61,11 @@ class Assignment:
     """How many lanes this rank has."""
 
 
+LaneRest = tuple[Callable[[int, int], list[Span]], int, int | None]
+"""What is left of a lane: what returns its ``start``-th to ``stop``-th positions, how many of them are consumed, and
+how many it has; None: it has no end."""
+
+
 class Plan:
     """The consequences of a reader state, or of a mixture as one of its sources sees it (`State.of`). Made once for a
     segment; `assignment` takes any step of the segment.
@@ -62,6 +77,8 @@ class Plan:
         self.state = state
         self.segment = state.segment
         self.deal, self.base = deque(deals(state), maxlen=1).pop()
+        self.first = self.deal.first
+        """The first micro-batch of the deal."""
         self._recent: tuple[LayoutKey, ...] = ()
         self._end = None if state.held else self.deal.end
         """One past the last micro-batch; None: there is none, or its number depends on the data."""
@@ -93,6 +110,11 @@ class Plan:
         world_size, first = self.segment.world_size, self.micro_batch(step)
         is_whole = self.micro_batch(step + 1) - first == world_size
         return (first + rank) % self.segment.num_lanes // world_size if is_whole else 0
+
+    def lane_rest(self, lane: int, turn: int) -> LaneRest:
+        """Return what is left of a lane of the deal after its first ``turn`` micro-batches."""
+        end = None if self.sizes is None else self.sizes[lane]
+        return partial(self.deal.lane_spans, lane), self.deal.done(lane, turn), end
 
     def assignment(self, step: int, rank: int, *, row_wise: bool = False) -> Assignment:
         """Return what ``rank`` gets in ``step``; ``row_wise``: the rank never gets a micro-batch without a row."""
@@ -151,7 +173,7 @@ class Plan:
         spans = [span for number in range(first, stop) for span in self.deal.spans(number)]
         share, extra = divmod(sum(span.rows for span in spans), self.segment.world_size)
         low = rank * share + min(rank, extra)
-        return _cut_spans(spans, low, low + share + (rank < extra))
+        return cut_spans(spans, low, low + share + (rank < extra))
 
     def rest(self, step: int) -> Rest:
         """Return what is left when ``step`` steps are done, in lockstep."""
@@ -317,7 +339,7 @@ def share_of(state: State, segment: Segment) -> Share:
     )
 
 
-def _cut_spans(spans: Iterable[Span], start: int, stop: int) -> list[Span]:
+def cut_spans(spans: Iterable[Span], start: int, stop: int) -> list[Span]:
     """Return the ``start``-th to ``stop``-th (exclusive) rows of ``spans``."""
     cut, before = [], 0
     for span in spans:

@@ -13,11 +13,11 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.plan import LayoutKey, Plan
+from lakeckpt.core.plan import LayoutKey, Plan, cut_spans
 from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt, Span
 from lakeckpt.wire.documents import to_plain
 
-__all__ = ["AnyReceipt", "MixedAssignment", "MixedReceipt", "Part"]
+__all__ = ["AnyReceipt", "MixedAssignment", "MixedBlock", "MixedReceipt", "Part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ AnyReceipt = Receipt | MixedReceipt
 
 
 class Part(NamedTuple):
-    """What a source gives to a micro-batch of a mixture."""
+    """What a source gives to micro-batches of a mixture."""
 
     source: int
     """Its number."""
@@ -108,15 +108,39 @@ class Part(NamedTuple):
     """If the consumption of the source depends on the data, the plan by which its lanes go on, in place of spans."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedAssignment:
-    """A micro-batch of a mixture dealt to a rank, as parts that its sources give."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MixedBlock:
+    """Micro-batches of one lane that follow one another, planned together."""
 
-    receipt: MixedReceipt
+    turn: int
+    """How many micro-batches the lane gave before."""
+    whole: bool
+    """Whether each micro-batch is of one source."""
+    order: npt.NDArray[np.uint16] = field(repr=False)
+    """The source of each row: uint16, shape (micro-batches, rows)."""
     parts: tuple[Part, ...]
     """Of the sources that have rows in it, in their order."""
-    order: npt.NDArray[np.uint16] = field(repr=False, compare=False)
-    """The source of each row: uint16, shape (rows,)."""
+    before: list[list[int]] = field(repr=False)
+    """Micro-batch → for each source, its rows in the micro-batches of the block before; and at the end, in all."""
+
+    def parts_of(self, number: int) -> tuple[Part, ...]:
+        """Return what the sources give to micro-batch ``number`` of the block."""
+        starts, stops = self.before[number], self.before[number + 1]
+        return tuple(
+            Part(one.source, tuple(cut_spans(one.spans, start, stop)), one.layouts, stop - start, one.plan)
+            for one in self.parts
+            if (start := starts[one.source]) < (stop := stops[one.source])
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedAssignment:
+    """A micro-batch of a mixture dealt to a rank: one of a block."""
+
+    receipt: MixedReceipt
+    block: MixedBlock = field(repr=False)
+    number: int
+    """Its number in the block."""
     owner: int
     lanes: int
     """As in `lakeckpt.core.plan.Assignment`."""

@@ -25,11 +25,14 @@ from lakeckpt.core.identity import Identity, Mixing
 from lakeckpt.core.lanes import Rest, turns
 from lakeckpt.core.plan import Plan, dealt_in, share_of
 from lakeckpt.core.state import Segment, State
-from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedReceipt, Part
+from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, MixedReceipt, Part
 from lakeckpt.core.streams.mixing import Share, fractions
 from lakeckpt.core.streams.stream import StreamDeal
 
 __all__ = ["MixedPlan", "advanced", "joined", "plan_of", "replanned", "reweighed", "started", "stretches"]
+
+_BLOCK = 16
+"""Micro-batches that are planned together."""
 
 
 class MixedPlan:
@@ -42,8 +45,8 @@ class MixedPlan:
         self._plans: dict[int, Plan] = {}
         self._shares: dict[int, Share] = {}
         self._makers = frozenset(state.makers)
-        self._counts: dict[int, tuple[int, list[int]]] = {}
-        """Lane → (the turn that comes next, the rows of each source before it)."""
+        self._blocks: dict[int, MixedBlock] = {}
+        """Lane → the block that was planned last."""
 
     def source(self, number: int) -> Plan:
         """Return the plan of a source."""
@@ -133,8 +136,10 @@ class MixedPlan:
         segment, names = self.segment, self.mixing.names
         number = self.micro_batch(step) + rank
         turn, lane = divmod(number - self.first, segment.num_lanes)
-        order = self.share(0).sources(lane, turn, segment.batch_size)
-        parts = self._parts(lane, turn, np.bincount(order, minlength=len(names)).tolist())
+        block = self._blocks.get(lane)
+        if block is None or not block.turn <= turn < block.turn + len(block.order):
+            block = self._blocks[lane] = self._block(lane, turn)
+        inside = turn - block.turn
         receipt = MixedReceipt(
             micro_batch=number,
             lane=number % segment.num_lanes,
@@ -142,34 +147,42 @@ class MixedPlan:
             rank=rank,
             world_size=segment.world_size,
             rows=segment.batch_size,
-            spans=tuple((names[part.source], part.spans) for part in parts if part.spans),
+            spans=tuple((names[part.source], part.spans) for part in block.parts_of(inside) if part.spans),
             reader=self._reader,
             last=self.is_last and self.steps == step + 1,
         )
         return MixedAssignment(
             receipt=receipt,
-            parts=parts,
-            order=order,
+            block=block,
+            number=inside,
             owner=receipt.lane // segment.world_size,
             lanes=segment.num_lanes // segment.world_size,
         )
 
-    def _parts(self, lane: int, turn: int, rows: list[int]) -> tuple[Part, ...]:
-        """Return what each source gives to the micro-batch ``turn`` of ``lane``: ``rows[i]`` rows of source i."""
-        at, before = self._counts.get(lane, (-1, []))
-        if at != turn:
-            size = self.segment.batch_size
-            before = [self.share(number).before_one(lane, turn, size) for number in range(len(rows))]
+    def _last_turn(self, lane: int) -> int | None:
+        """Return how many micro-batches ``lane`` gives before the segment ends; None: it does not end."""
+        if self.steps is None:
+            return None
+        return max(0, -(-(self.micro_batch(self.steps) - self.first - lane) // self.segment.num_lanes))
+
+    def _block(self, lane: int, turn: int) -> MixedBlock:
+        """Plan the next micro-batches of ``lane``, as far as the segment goes."""
+        size, last = self.segment.batch_size, self._last_turn(lane)
+        count = _BLOCK if last is None else max(1, min(_BLOCK, last - turn))
+        order = self.share(0).sources(lane, turn, size, count).reshape(count, size)
+        sources = len(self.mixing.names)
+        places = order + np.arange(count)[:, None] * sources
+        rows = np.bincount(places.reshape(-1), minlength=count * sources).reshape(count, sources)
+        before = np.concatenate([np.zeros((1, sources), np.int64), np.cumsum(rows, axis=0)]).tolist()
         parts = []
-        for source, count in enumerate(rows):
-            if count and source in self._makers:
-                parts.append(Part(source, (), (), count, self.source(source)))
-            elif count:
-                plan = self.source(source)
-                spans = self._deal(source).lane_spans(lane, before[source], before[source] + count)
-                parts.append(Part(source, tuple(spans), plan.layouts_of(spans), count))
-        self._counts[lane] = turn + 1, [one + count for one, count in zip(before, rows, strict=True)]
-        return tuple(parts)
+        for source, given in enumerate(before[-1]):
+            if given and source in self._makers:
+                parts.append(Part(source, (), (), given, self.source(source)))
+            elif given:
+                plan, start = self.source(source), self.share(source).before_one(lane, turn, size)
+                spans = self._deal(source).lane_spans(lane, start, start + given)
+                parts.append(Part(source, tuple(spans), plan.layouts_of(spans), given))
+        return MixedBlock(turn=turn, whole=self.mixing.whole, order=order, parts=tuple(parts), before=before)
 
 
 def plan_of(state: State) -> Plan | MixedPlan:

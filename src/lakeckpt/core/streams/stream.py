@@ -174,11 +174,11 @@ class StreamDeal:
     def spans(self, micro_batch: int) -> list[Span]:
         """See `lakeckpt.core.lanes.EpochDeal`."""
         turn, lane = divmod(micro_batch - self.first, self.num_lanes)
-        if self.share is None:
-            start, stop = turn * self.batch_size, (turn + 1) * self.batch_size
-        else:
-            start, stop = (self.share.before_one(lane, one, self.batch_size) for one in (turn, turn + 1))
-        return self.lane_spans(lane, start, stop)
+        return self.lane_spans(lane, self.done(lane, turn), self.done(lane, turn + 1))
+
+    def done(self, lane: int, turn: int) -> int:
+        """See `lakeckpt.core.lanes.EpochDeal`."""
+        return turn * self.batch_size if self.share is None else self.share.before_one(lane, turn, self.batch_size)
 
     def lane_spans(self, lane: int, start: int, stop: int) -> list[Span]:
         """Return the ``start``-th to ``stop``-th (exclusive) positions of ``lane``, over epoch borders."""

@@ -7,14 +7,13 @@ starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lakeckpt.core.changes import fit_lanes
 from lakeckpt.core.identity import Identity, Mixing
 from lakeckpt.core.state import State
-from lakeckpt.core.streams.mixed_batches import MixedAssignment
 from lakeckpt.core.streams.mixing import fractions
 from lakeckpt.core.streams.mixture import MixedPlan, advanced, joined, replanned, reweighed, started, stretches
 from lakeckpt.data.options import check_lanes
@@ -229,13 +228,9 @@ class MixedProgress(Progress):
             )
         self.deliveries.end()
 
-    def assignments(self, rank: int) -> Iterator[Any]:
-        """Yield what ``rank`` gets in the steps that are left."""
-        for plan, step, stop in stretches(self.state):
-            while stop is None or step < stop:
-                dealt: MixedAssignment = plan.assignment(step, rank)
-                yield dealt
-                step += 1
+    def stretches(self) -> Iterable[tuple[Any, int, int | None]]:
+        """See `Progress.stretches`."""
+        return stretches(self.state)
 
     def _advance(self, state: State) -> None:
         """Go on from ``state``, which follows from the current one, in the segment that begins there."""

@@ -8,14 +8,14 @@ It reads no rows, asks no other process, and starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from lakeckpt.core.changes import check_place, fit_lanes, rebase, replan, start
 from lakeckpt.core.identity import Identity, Maker
 from lakeckpt.core.lanes import micro_batches
-from lakeckpt.core.plan import Assignment, Plan
+from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import MAX_EPOCH, State
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
@@ -372,13 +372,16 @@ class Progress:
         self.runs.finish(self.plan.steps, moves=self._moves)
         self._leave_rest()
 
-    def assignments(self, rank: int) -> Iterator[Assignment]:
+    def stretches(self) -> Iterable[tuple[Any, int, int | None]]:
+        """Return (plan, first step, one past its last step or None) of all that is left of the epoch."""
+        return [(self.plan, self.state.step, self.plan.steps)]
+
+    def assignments(self, rank: int) -> Iterator[Any]:
         """Yield what ``rank`` gets in the steps that are left of the epoch."""
-        plan = self.plan
-        step = self.state.step
-        while plan.steps is None or step < plan.steps:
-            yield plan.assignment(step, rank, row_wise=self._row_wise)
-            step += 1
+        for plan, step, stop in self.stretches():
+            while stop is None or step < stop:
+                yield plan.assignment(step, rank, row_wise=self._row_wise)
+                step += 1
 
     # --- inside
 
