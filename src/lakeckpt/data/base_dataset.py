@@ -98,7 +98,11 @@ class BaseDataset(IterableDataset[Any]):
 
     def _reading(self, rank: int) -> Iterator[Any]:
         """Return (receipt, batch) of each step of ``rank`` that is left of the epoch."""
-        return Ahead(self._source, self._progress.stretches(), rank, row_wise=self.row_wise)
+        return self._completed(Ahead(self._source, self._progress.stretches(), rank, row_wise=self.row_wise))
+
+    def _completed(self, found: Iterator[Any]) -> Iterator[Any]:
+        """Return ``found``, (receipt, batch) of each step, with the receipts as they are known after reading."""
+        return found
 
     def _iterate(self, rank: int, iteration: int) -> Generator[Any]:
         progress = self._progress

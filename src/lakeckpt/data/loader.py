@@ -260,7 +260,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             read = self._counting.reads(self._started()).read
             beginning = Beginning(state=progress.state, rank=rank)
             found = (
-                read(progress.assignments(rank), beginning)
+                self.dataset._completed(read(progress.assignments(rank), beginning))
                 if feed is None
                 else feed.of_workers(self.num_workers, read, beginning)
             )

@@ -26,6 +26,7 @@ from lakeckpt.data.flows.fingerprints import encoder_of, form_of
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.errors import ConfigError, SchemaError, shown
 from lakeckpt.lake.table.schema import check_agreed
+from lakeckpt.reading.columns.ragged import Ragged, map_column
 from lakeckpt.reading.packed.packing import COLUMNS
 
 __all__ = ["TokenSource", "Tokenizing", "check_text", "given", "no_sequences"]
@@ -116,7 +117,12 @@ class TokenSource(FlowSource):
         found: Any = tokenizing.tokens(columns[tokenizing.column][row], where)
         return found  # type: ignore[no-any-return]
 
-    def stacked(self, made: LaneBatch) -> dict[str, Any] | None:
+    @property
+    def items_of_row(self) -> int:
+        """The tokens of a sequence."""
+        return self._tokenizing.length
+
+    def columns_of(self, made: LaneBatch) -> dict[str, Any] | None:
         """Return the tokens of a micro-batch as sequences; None where there are none."""
         return given(_sequences(made, self._tokenizing), self.output) if made.count else None
 
@@ -128,7 +134,7 @@ class TokenSource(FlowSource):
 
 def given(columns: Mapping[str, Any], output: str) -> dict[str, Any]:
     """Return arrays as what ``output`` says: "torch" makes tensors of them."""
-    return {name: torch.from_numpy(one) if output == "torch" else one for name, one in columns.items()}
+    return {name: map_column(one, torch.from_numpy) if output == "torch" else one for name, one in columns.items()}
 
 
 def no_sequences(length: int, columns: Sequence[str], *, dtype: Any = np.int32) -> dict[str, npt.NDArray[Any]]:
@@ -140,8 +146,11 @@ def no_sequences(length: int, columns: Sequence[str], *, dtype: Any = np.int32) 
     }
 
 
-def _sequences(made: LaneBatch, tokenizing: Tokenizing) -> dict[str, npt.NDArray[Any]]:
-    """Return the pieces of documents in ``made``, one after another, cut into sequences; padding is one more piece."""
+def _sequences(made: LaneBatch, tokenizing: Tokenizing) -> dict[str, Any]:
+    """Return the pieces of documents in ``made``, one after another, cut into sequences; padding is one more piece.
+
+    ``cu_seqlens`` has the lengths of the pieces in each sequence.
+    """
     length, count = tokenizing.length, made.count
     rows = -(-count // length)
     padded = rows * length - count
@@ -152,7 +161,7 @@ def _sequences(made: LaneBatch, tokenizing: Tokenizing) -> dict[str, npt.NDArray
     tokens[:count] = np.concatenate([ids[start:stop] for ids, start, stop in made.pieces])
     places = np.arange(rows * length)
     sequence = places // length * length
-    found: dict[str, npt.NDArray[Any]] = {
+    found: dict[str, Any] = {
         "tokens": tokens,
         "position_ids": (places - np.maximum(begins, sequence)).astype(np.int32),
         "document_ids": (documents - documents[sequence]).astype(np.int32),
@@ -163,8 +172,10 @@ def _sequences(made: LaneBatch, tokenizing: Tokenizing) -> dict[str, npt.NDArray
         labels[:count] = np.concatenate([_labels(*piece) for piece in made.pieces])
         found["labels"] = labels
     found = {name: one.reshape(rows, length) for name, one in found.items()}
-    begins = np.flatnonzero(found["position_ids"] == 0)
-    found["cu_seqlens"] = np.append(begins, rows * length).astype(np.int32)
+    if "cu_seqlens" in tokenizing.columns:
+        begins = np.flatnonzero(found["position_ids"] == 0)
+        lengths = np.diff(np.append(begins, rows * length)).astype(np.int32)
+        found["cu_seqlens"] = Ragged(values=lengths, offsets=np.searchsorted(begins, np.arange(rows + 1) * length))
     return {name: found[name] for name in tokenizing.columns}
 
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from lakeckpt.core.changes import fit_lanes
-from lakeckpt.core.identity import Identity, Mixing
+from lakeckpt.core.identity import Identity, Maker, Mixing
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixing import fractions
 from lakeckpt.core.streams.mixture import MixedPlan, advanced, joined, replanned, reweighed, started, stretches
 from lakeckpt.data.options import check_lanes
-from lakeckpt.data.place.identity import Pinned, check_accepted, differing
+from lakeckpt.data.place.identity import Pinned, check_accepted, check_joined, check_kind, differing
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.errors import ConfigError, StateError, StateMismatch, StateUnavailable
 
@@ -27,8 +27,8 @@ __all__ = ["MixedProgress", "SourcePlace", "checked_weights"]
 class MixedProgress(Progress):
     """The place of one rank in a mixture; every rank of a job in lockstep has an equal one.
 
-    ``sources`` are the tables and orders of the sources, and ``accepted`` the changes that each accepts, in the order
-    of ``mixing``.
+    ``sources`` are the tables and orders of the sources, ``accepted`` the changes that each accepts, and ``describes``
+    what says of each what makes any number of items of its rows (None: nothing does), in the order of ``mixing``.
     """
 
     def __init__(
@@ -36,12 +36,14 @@ class MixedProgress(Progress):
         mixing: Mixing,
         sources: Sequence[Pinned],
         accepted: Sequence[frozenset[str]],
+        describes: Sequence[Callable[[Identity], Maker] | None],
         *,
         batch_size: int,
         num_lanes: int | None,
     ) -> None:
         super().__init__(sources[0], batch_size=batch_size, num_lanes=num_lanes, row_wise=False)
         self.mixing, self._sources, self._accepted = mixing, list(sources), accepted
+        self._makes = tuple(describes)
         self._orders: dict[int, Identity] = {}
         """Source → its order, once it was asked for."""
         self.replanned = 0
@@ -53,7 +55,8 @@ class MixedProgress(Progress):
         """Return the order of a source. If its rows are filtered, asking for it counts them."""
         if source not in self._orders:
             try:
-                self._orders[source] = self._sources[source].identity()
+                found, describes = self._sources[source].identity(), self._makes[source]
+                self._orders[source] = found if describes is None else replace(found, maker=describes(found))
             except ConfigError as error:
                 name = self.mixing.names[source]
                 raise ConfigError(f"source {name!r} of the mixture cannot be read: {error}") from error
@@ -122,6 +125,7 @@ class MixedProgress(Progress):
     def load(self, state: State, *, ahead: int = 0) -> None:
         """Go on from ``state``; StateMismatch, without a change, if it is of another mixture, or if the order of one of
         its sources is another. Sources that it does not have begin at their first rows."""
+        check_joined(state)
         mine = self._every_order()
         self._check_alike(state)
         assert state.mixing is not None
@@ -144,6 +148,7 @@ class MixedProgress(Progress):
     def _check_source(self, number: int, mine: Identity, its: Identity) -> None:
         try:
             kept = str(self._sources[number].selecting)
+            check_kind(mine.maker is not None, its.maker is not None)
             check_accepted(differing(mine, its, kept=kept), accepted=self._accepted[number])
         except StateError as error:
             raise type(error)(f"source {self.mixing.names[number]!r} of the mixture: {error}") from error

@@ -21,7 +21,7 @@ from lakeckpt.core.state import MAX_EPOCH, State
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
 from lakeckpt.data.options import check_lanes
 from lakeckpt.data.place.deliveries import Deliveries
-from lakeckpt.data.place.identity import Pinned, at_version, check_accepted, differing
+from lakeckpt.data.place.identity import Pinned, at_version, check_accepted, check_joined, check_kind, differing
 from lakeckpt.data.place.runs import Runs
 from lakeckpt.errors import ConfigError, StateError, StateUnavailable
 
@@ -182,10 +182,7 @@ class Progress:
         found = State.from_plain(plain)
         if found.mixing is not None:
             raise StateError("this is the state of a mixture, and this loader reads one dataset")
-        if (found.held is None) != (self._describes is None):
-            kinds = "each row is one row", 'rows give any number of rows (rows="many", a tokenizer=, whole documents)'
-            here, there = kinds if self._describes is None else kinds[::-1]
-            raise StateError(f"in this dataset {here}, and the state was saved by a reader in which {there}")
+        check_kind(self._describes is not None, found.held is not None)
         return found
 
     def load(self, state: State, *, ahead: int = 0) -> None:
@@ -193,11 +190,7 @@ class Progress:
 
         StateError if it is a part of a state, or if no job reaches it: see `check_place`, for ``ahead`` as well.
         """
-        if state.held is not None and not state.is_whole:
-            raise StateError(
-                f"this is the part of the ranks {state.held.ranks} of {state.segment.world_size}: "
-                "lakeckpt.merge_states joins the states of all ranks, and every rank loads the result"
-            )
+        check_joined(state)
         mine = identity = self._to_compare(state)
         given = state
         if self.goes_on_elsewhere(state):
