@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
-from lakeckpt import LakeDataset, LakeLoader, mix, pack
-from tests.data.flow_jobs import run_loaders
+from lakeckpt import LakeDataset, LakeLoader, TransformContext, cumulative_lengths, errors, mix, pack
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.state import State
+from tests.data.flow_jobs import Ran
+from tests.data.reading import as_json, same
 
 FIRST = {"web": 0, "code": 100_000, "books": 200_000, "plain": 300_000}
 DOCUMENTS = {"web": 90, "code": 70, "books": 60, "plain": 50}
@@ -27,10 +32,6 @@ def tokenize(text: str) -> list[int]:
     """The tokens of "first length": each is in one document of one table."""
     first, length = map(int, text.split())
     return list(range(first, first + length))
-
-
-def tokenize_otherwise(text: str) -> list[int]:
-    return tokenize(text)[::-1]
 
 
 def two_tokens(text: str) -> list[int]:
@@ -99,6 +100,18 @@ def loader_of(
     return LakeLoader(mix(sources, seed=1, num_lanes=lanes, **how), num_workers=workers)
 
 
+def run_ranks(world_size: int, state: Any, steps: int, make: Callable[[int], LakeLoader]) -> Ran:
+    """``steps`` steps of all ranks, one rank after another: in an endless stream none waits for another."""
+    ran = Ran()
+    for rank in range(world_size):
+        loader = make(rank)
+        if state is not None:
+            loader.load_state_dict(state)
+        ran.batches.append(list(itertools.islice(loader, steps)))
+        ran.states.append(loader.state_dict())
+    return ran
+
+
 def tokens_of(batches: Any) -> list[int]:
     return [token for batch in batches for token in batch["tokens"][batch["loss_mask"]].tolist()]
 
@@ -135,11 +148,130 @@ def test_no_token_of_three_raw_tables_is_lost_or_repeated_over_ranks_workers_and
         def make(rank: int, world_size: int = world_size, workers: int = workers) -> LakeLoader:
             return loader_of(lake, rank, world_size, workers=workers, weights=weights)
 
-        ran = run_loaders(make, world_size, state, steps)
+        ran = run_ranks(world_size, state, steps, make)
         found += [token for rank in ran.batches for token in tokens_of(rank)]
         state = ran.state
-        run_loaders(make, world_size, state, 3)  # it is killed, and nothing of it was saved
+        run_ranks(world_size, state, 3, make)  # it is killed, and nothing of it was saved
     assert set(Counter(found).values()) == {1}
-    rest = run_loaders(lambda rank: loader_of(lake, rank, 2, weights=weights), 2, state, 60)
+    rest = run_ranks(2, state, 60, lambda rank: loader_of(lake, rank, 2, weights=weights))
     found += [token for rank in rest.batches for token in tokens_of(rank)]
     assert set(found) == set().union(*map(every_token, weights)), "all of the first epochs were read"
+
+
+def test_going_on_from_any_step_gives_the_same_batches_and_receipts(lake: Path) -> None:
+    loader = loader_of(lake, lanes=2, schedule=[(3, {**WEIGHTS, "web": 0.0}), (6, WEIGHTS)])
+    states, batches = [loader.state_dict()], []
+    for batch in itertools.islice(loader, 14):
+        if len(batches) == 9:
+            loader.set_weights({**WEIGHTS, "books": 9.0})
+        batches.append(batch)
+        states.append(as_json(loader.state_dict()))
+        assert loader.state_dict(batch.receipt)["held"] == loader.state_dict()["held"]
+    assert as_json(loader.state_dict(batches[-3].receipt)) == states[-3]
+    for step in (0, 1, 4, 6, 9, 11, 13):
+        again = loader_of(lake, lanes=2, schedule=[(3, {**WEIGHTS, "web": 0.0}), (6, WEIGHTS)])
+        again.load_state_dict(states[step])
+        stop = 10 if step < 10 else 14
+        for batch, other in zip(itertools.islice(again, stop - step), batches[step:stop], strict=True):
+            assert batch.receipt == other.receipt and same(batch, other)
+
+
+def parts_of_row(row: dict[str, Any], context: TransformContext) -> Iterator[dict[str, Any]]:
+    """0 to 4 rows, which name their epoch."""
+    for part in range(int(row["id"]) // 100 % 5):
+        yield {"id": row["id"], "part": torch.tensor(part), "epoch": torch.tensor(context.receipt.epoch)}
+
+
+def one_row_of_each(batch: Any, context: TransformContext) -> dict[str, Any]:
+    rows = [span.epoch for span in context.receipt.spans for _ in range(span.rows)]
+    return {"id": batch["id"], "part": torch.zeros(len(rows), dtype=torch.int64), "epoch": torch.tensor(rows)}
+
+
+def rows_loader(lake: Path, *ranks: int, lanes: int, workers: int = 0) -> LakeLoader:
+    many = source_of(lake, "web", *ranks, columns=["id"], transform=parts_of_row, rows="many")
+    plain = source_of(lake, "code", *ranks, columns=["id"], transform=one_row_of_each)
+    return LakeLoader(mix({"many": (many, 2.0), "plain": (plain, 1.0)}, num_lanes=lanes), num_workers=workers)
+
+
+def test_each_row_of_a_transform_counts_once_in_each_epoch_on_any_chain_of_lanes(lake: Path) -> None:
+    found, state = Counter[tuple[int, int, int]](), None
+    for world_size, lanes, steps in [(2, 2, 15), (1, 3, 21), (3, 6, 9), (1, 1, 40)]:
+        ran = run_ranks(
+            world_size, state, steps, lambda rank, w=world_size, lanes=lanes: rows_loader(lake, rank, w, lanes=lanes)
+        )
+        state = ran.state
+        for batch in itertools.chain.from_iterable(ran.batches):
+            found.update(zip(*(batch[name].tolist() for name in ("id", "part", "epoch")), strict=True))
+    reached, epochs = State.from_plain(state), max(epoch for _, _, epoch in found)
+    assert set(found.values()) == {1} and epochs > 0
+    for number, name in enumerate(("web", "code")):
+        whole = {
+            (FIRST[name] + 100 * document, part)
+            for document in range(DOCUMENTS[name])
+            for part in range(document % 5 if number == 0 else 1)
+        }
+        over = [epoch for epoch in range(epochs) if not Plan(reached.of(number)).left.of(epoch, DOCUMENTS[name])]
+        assert over, "an epoch is over"
+        for epoch in over:
+            assert {(row, part) for row, part, one in found if one == epoch and name_of(row) == name} == whole
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_columns_of_sequences_are_the_same_whatever_made_them(lake: Path, workers: int) -> None:
+    columns = ["tokens", "position_ids", "labels", "cu_seqlens", "loss_mask"]
+    loader = loader_of(lake, columns=columns, labels=True, workers=workers, lanes=1)
+    for batch in itertools.islice(loader, 12):
+        assert list(batch) == columns
+        assert torch.equal(batch["cu_seqlens"], cumulative_lengths(batch["position_ids"]))
+        follows = batch["tokens"][:, 1:] == batch["tokens"][:, :-1] + 1
+        is_same = (batch["position_ids"][:, 1:] > 0) & batch["loss_mask"][:, 1:]
+        assert bool((follows | ~is_same).all())
+        assert torch.equal(batch["labels"][:, :-1][is_same], batch["tokens"][:, 1:][is_same].long())
+
+
+FAILS = {"at": -1}
+
+
+def tokenize_once_broken(text: str) -> list[int]:
+    if FAILS["at"] == 0:
+        FAILS["at"] = -1
+        raise OSError("the vocabulary is not there")
+    FAILS["at"] -= FAILS["at"] > 0
+    return tokenize(text)
+
+
+def peek_and_take(loader: LakeLoader, found: list[Any], count: int) -> None:
+    loader.peek()
+    found += itertools.islice(loader, count)
+
+
+def test_a_tokenizer_that_fails_loses_nothing(lake: Path) -> None:
+    weights = {"plain": 1.0, "code": 1.0, "web": 1.0}
+    expected = tokens_of(itertools.islice(loader_of(lake, weights=weights, lanes=1), 12))
+    for at in (0, 3, 11):
+        loader, found = loader_of(lake, weights=weights, lanes=1, tokenizer=tokenize_once_broken), list[Any]()
+        loader.state_dict()
+        FAILS["at"] = at
+        with pytest.raises(OSError, match="the vocabulary is not there"):
+            peek_and_take(loader, found, 12)
+        while len(found) < 12:
+            found += itertools.islice(loader, 3)
+        assert tokens_of(found)[: len(expected)] == expected
+
+
+def test_states_of_other_kinds_of_sources_and_parts_are_refused_by_name(lake: Path) -> None:
+    sources = {"web": 1.0, "plain": 1.0}
+    ran = run_ranks(2, None, 2, lambda rank: loader_of(lake, rank, 2, weights=sources))
+    with pytest.raises(
+        errors.StateError, match=r"part of the ranks Intervals\(\[0, 1\)\) of 2: lakeckpt\.merge_states"
+    ):
+        loader_of(lake, 0, 2, weights=sources).load_state_dict(ran.states[0])
+    whole = loader_of(lake, 0, 1, weights=sources)
+    next(iter(whole))
+    packed = mix({name: (sequences_of(lake, "plain"), weight) for name, weight in sources.items()}, seed=1)
+    with pytest.raises(errors.StateError, match="source 'web' of the mixture: in this dataset each row is one row"):
+        LakeLoader(packed).load_state_dict(whole.state_dict())
+    other = loader_of(lake, weights=sources, tokenizer=two_tokens)
+    with pytest.raises(errors.StateMismatch, match=r"source 'web' of the mixture: .* tokenizer: '.*two_tokens'"):
+        other.load_state_dict(whole.state_dict())
+    assert repr(whole).count("in sequences of 8 tokens") == 2

@@ -217,6 +217,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._start()
         assert self._early is not None
         place, found = self._early
+        self._early = None  # after an error, the next iteration begins to read anew
         self._progress.begin_iteration()
         held = []
         for receipt, batch in found:
@@ -224,7 +225,6 @@ class LakeLoader(Prepared, DataLoader[Any]):
             if gives(receipt, self._row_wise):
                 self._early = place, itertools.chain(held, found)
                 return batch
-        self._early = None
         return None
 
     def _turn(self) -> None:
