@@ -5,6 +5,8 @@ goes on, so that micro-batches are the same for every number of ranks that divid
 re-cut: positions are divided, never permuted again. If consumption depends on the data, frontiers stay while the number
 of lanes does; a re-cut gives each position that has begun to the lane it falls to, at its offset.
 
+`without` excludes positions: they count as consumed, and what is left is re-cut.
+
 The module never reads a row, and never communicates.
 """
 
@@ -16,7 +18,7 @@ from typing import Any
 
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.lanes import Rest
+from lakeckpt.core.lanes import Rest, inside
 from lakeckpt.core.plan import Plan, dealt_in
 from lakeckpt.core.state import MAX_EPOCH, Frontier, Held, Segment, State, lanes_of
 from lakeckpt.errors import StateError
@@ -35,6 +37,7 @@ __all__ = [
     "replan",
     "start",
     "unread",
+    "without",
 ]
 
 MAX_SEGMENTS = 32
@@ -64,7 +67,7 @@ def start(identity: Identity, *, epoch: int, num_lanes: int, batch_size: int, wo
 
 
 def unread(orders: Sequence[Identity], segment: Segment) -> Held | None:
-    """Return the frontiers of lanes of which nothing was consumed; None in lockstep."""
+    """Return the frontiers of lanes that nothing was consumed of; None in lockstep."""
     makers = sum(one.maker is not None for one in orders)
     if not makers:
         return None
@@ -134,14 +137,45 @@ def opening(state: State, opened: Segment) -> State:
 
 def dealt_anew(state: State, opened: Segment) -> State:
     """Return ``state`` with all that is left dealt to the lanes of the segment ``opened``."""
+    return without(state, opened, [{}] * len(state.orders), state.orders)
+
+
+def without(
+    state: State,
+    opened: Segment,
+    excluded: Sequence[Mapping[int, Intervals]],
+    orders: Sequence[Identity],
+) -> State:
+    """Return ``state``, of the whole job, going on in the segment ``opened`` without some positions.
+
+    ``excluded`` are, for each order, positions of epochs that have begun. ``orders`` are those of epochs that begin
+    later; an epoch that has begun keeps its own.
+    """
     plans = [Plan(one) for one in of_each(state)]
+    bases = tuple(_rest_without(*each) for each in zip(plans, excluded, orders, strict=True))
     return replace(
         state,
+        orders=tuple(orders),
         segments=(opened,),
-        bases=tuple(plan.left for plan in plans),
-        begun=tuple(one for plan in plans for one in plan.begun),
-        held=unread(state.orders, opened),
+        bases=bases,
+        begun=tuple(
+            one
+            for plan, base in zip(plans, bases, strict=True)
+            for one in inside(base, plan.state.identity, plan.begun)
+        ),
+        held=unread(orders, opened),
     )
+
+
+def _rest_without(plan: Plan, excluded: Mapping[int, Intervals], order: Identity) -> Rest:
+    rest, begun = plan.left, []
+    assert all(epoch < rest.next_epoch for epoch in excluded), "positions are excluded of epochs that have begun"
+    for left in rest.begun:
+        positions = left.positions.difference(excluded.get(left.epoch, Intervals.empty()))
+        before = plan.state.order_of(left.epoch)
+        if positions or not order.endless:
+            begun.append(replace(left, positions=positions, order=None if before == order else before))
+    return Rest(begun=tuple(begun), next_epoch=rest.next_epoch)
 
 
 def rebase(state: State, identity: Identity) -> State:

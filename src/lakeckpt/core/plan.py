@@ -20,9 +20,9 @@ from itertools import pairwise
 import numpy as np
 
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.lanes import EpochDeal, Left, Rest
+from lakeckpt.core.lanes import Begun, EpochDeal, Left, Rest, inside
 from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt, Span
-from lakeckpt.core.state import Begun, Frontier, Segment, State, inside, lanes_of
+from lakeckpt.core.state import Frontier, Segment, State, lanes_of
 from lakeckpt.core.streams.mixing import Share
 from lakeckpt.core.streams.stream import StreamDeal
 from lakeckpt.errors import StateError
@@ -47,6 +47,10 @@ class LayoutKey:
     epoch: int
     num_lanes: int
     rotation: int
+    phase: int = 0
+    table: str = ""
+    """The index of the table by which it is laid out, if epochs that begin later have another one; empty: that of the
+    state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +272,9 @@ class Plan:
     def layout(self, epoch: int) -> LayoutKey:
         """Return the layout of ``epoch``."""
         num_lanes, rotation = self.deal.layout(epoch)
-        return LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation)
+        order = self.state.order_of(epoch)
+        table = order.table if order is not self.state.identity else ""
+        return LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation, phase=order.phase, table=table)
 
     @cached_property
     def _begun(self) -> dict[tuple[int, int], int]:
@@ -320,6 +326,7 @@ def _deal(state: State, segment: Segment, rest: Rest | None) -> EpochDeal | Stre
             rows=identity.tokens or identity.rows,
             start=rest,
             unit=identity.unit,
+            phase=identity.phase,
             share=None if state.held is not None or state.mixing is None else share_of(state, segment),
         )
     whole = Left(epoch=state.epoch, positions=Intervals.whole(identity.rows), num_lanes=num_lanes, rotation=0)

@@ -29,21 +29,19 @@ import numpy.typing as npt
 from lakeckpt.core.hashing import derive_key
 from lakeckpt.core.identity import MAX_ROWS, Identity, Mixing
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.lanes import Rest
+from lakeckpt.core.lanes import Begun, Rest, inside
 from lakeckpt.errors import StateError
-from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
+from lakeckpt.wire.documents import Count, as_row, from_plain, to_plain
 
 __all__ = [
     "FORMAT",
     "MAX_EPOCH",
     "MAX_LANES",
-    "Begun",
     "Frontier",
     "Held",
     "Segment",
     "State",
     "depends_on_data",
-    "inside",
     "lanes_of",
 ]
 
@@ -93,18 +91,6 @@ class Segment:
     def topology(self) -> tuple[int, int, int]:
         """(num_lanes, batch_size, world_size)."""
         return self.num_lanes, self.batch_size, self.world_size
-
-
-@as_row
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Begun:
-    """A position of which ``offset`` items, but not all, are consumed."""
-
-    epoch: Count
-    position: Count
-    offset: Positive
-    source: Count | None = None
-    """The number of the source of a mixture; None: there is one."""
 
 
 @as_row
@@ -198,7 +184,7 @@ class State:
         if not order.endless and (epochs != [self.epoch] or base.next_epoch != self.epoch + 1):
             raise ValueError(f"epochs {epochs} before {base.next_epoch} cannot be the rest of epoch {self.epoch}")
         for left in base.begun:
-            rows = order.rows_of(left.epoch)
+            rows = (left.order or order).rows_of(left.epoch)
             if left.positions and left.positions.stops[-1] > rows:
                 raise ValueError(f"the rest names positions outside of epoch {left.epoch} of {rows} rows")
 
@@ -271,6 +257,27 @@ class State:
         assert self.mixing is None or self.source is not None, "a mixture has no order of its own"
         return self.bases[self.source or 0] if self.bases else None
 
+    def order_of(self, epoch: int) -> Identity:
+        """Return the order of ``epoch``, which is not over; of a mixture, of the source that is looked at."""
+        begun = () if self.base is None else self.base.begun
+        return next((left.order for left in begun if left.epoch == epoch and left.order is not None), self.identity)
+
+    def rows_of(self, epoch: int) -> int:
+        """Return the positions of ``epoch``, as `order_of`."""
+        return self.order_of(epoch).rows_of(epoch)
+
+    @property
+    def epoch_orders(self) -> tuple[Identity, ...]:
+        """The orders of the epochs that have begun and of those to come, of the source that is looked at."""
+        begun = () if self.base is None else self.base.begun
+        return tuple(dict.fromkeys([*(self.order_of(left.epoch) for left in begun), self.identity]))
+
+    @property
+    def every_order(self) -> tuple[Identity, ...]:
+        """The orders of all sources, and those that epochs began with before."""
+        before = [left.order for base in self.bases for left in base.begun if left.order is not None]
+        return (*self.orders, *dict.fromkeys(before))
+
     @property
     def makers(self) -> tuple[int, ...]:
         """The numbers of the orders that have a maker, so that consumption depends on the data."""
@@ -329,8 +336,9 @@ class State:
         del plain["source"]
         orders, bases = (plain.pop(name) for name in ("orders", "bases"))
         for order in orders:
-            if order["maker"] is None:
-                del order["maker"]
+            for name in ("maker", "phase"):
+                if not order[name]:
+                    del order[name]
         if self.held is None:
             del plain["held"], plain["begun"]
         if self.mixing is None:
@@ -387,13 +395,3 @@ def lanes_of(segment: Segment, ranks: Intervals) -> Int64Array:
     reads = np.concatenate([np.zeros(0, np.int64), *(np.arange(start, stop) for start, stop in ranks)])
     turns = np.arange(segment.num_lanes // world_size, dtype=np.int64)[:, None] * world_size
     return np.asarray((turns + np.sort((reads + segment.micro_batch) % world_size)).reshape(-1), np.int64)
-
-
-def inside(rest: Rest, identity: Identity, begun: tuple[Begun, ...]) -> tuple[Begun, ...]:
-    """Return those of ``begun`` whose positions are in ``rest``."""
-    kept = []
-    for epoch in dict.fromkeys(one.epoch for one in begun):
-        left, here = rest.of(epoch, identity.rows_of(epoch)), [one for one in begun if one.epoch == epoch]
-        at = np.searchsorted(left.starts, [one.position for one in here], side="right") - 1
-        kept += [one for one, which in zip(here, at, strict=True) if which >= 0 and one.position < left.stops[which]]
-    return tuple(kept)

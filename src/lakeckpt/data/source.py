@@ -12,6 +12,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 from torch.utils.data import get_worker_info
@@ -24,6 +26,7 @@ from lakeckpt.data.memory import Budget, Reads, budget_of
 from lakeckpt.data.options import ReadOptions
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.transform import TransformContext
+from lakeckpt.errors import StateMismatch
 from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.ragged import Ragged
 from lakeckpt.reading.filters.decoder import FilteredDecoder
@@ -39,6 +42,7 @@ from lakeckpt.reading.windows.threads import Threads, usual_threads
 
 __all__ = ["BatchSource", "Items", "Iterations", "Output", "delivered", "gives", "row_of"]
 
+Int64Array = npt.NDArray[np.int64]
 Output = Literal["torch", "numpy", "arrow"]
 _LAYOUTS_KEPT = 4
 
@@ -106,6 +110,8 @@ class BatchSource(Iterations):
         self._transform = transform
         self._row_wise = row_wise
         self.memory_limit_bytes = options.memory_limit_bytes
+        self._earlier: dict[str, tuple[Int64Array, int]] = {}
+        """Digest of a table's index → the positions that it counts, as `know` was given them."""
         self.pin(pinned)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,6 +130,15 @@ class BatchSource(Iterations):
         """The memory of readers, by their lanes."""
         self._idle: tuple[int, PositionReader] | None = None
         """The lanes and the reader of an iteration that is over: its memory serves the next one."""
+
+    def know(self, table: str, counted: tuple[Int64Array, int]) -> None:
+        """Lay out the epochs that began with the index ``table`` by what it ``counted`` (`Pinned.counted`)."""
+        self._earlier[table] = counted
+
+    @property
+    def earlier(self) -> tuple[str, ...]:
+        """The indexes that were made known."""
+        return tuple(sorted(self._earlier))
 
     @property
     def transform(self) -> Callable[..., Any] | None:
@@ -245,15 +260,33 @@ class BatchSource(Iterations):
     def _layout(self, key: LayoutKey) -> EpochLayout:
         layout = self._layouts.get(key)
         if layout is None:
-            found = None if self._selecting is None else self._selecting.get()
-            rows, unit = (self._table.index.group_rows, 1) if found is None else (found.group_rows, found.unit)
+            rows, unit = self._counted(key)
             layout = EpochLayout.build(
-                rows, self._spec, key.epoch, key.num_lanes, key.rotation, unit=unit, endless=self._endless
+                rows,
+                self._spec,
+                key.epoch,
+                key.num_lanes,
+                key.rotation,
+                unit=unit,
+                endless=self._endless,
+                phase=key.phase,
             )
             while len(self._layouts) >= _LAYOUTS_KEPT:
                 self._layouts.pop(next(iter(self._layouts)))
             self._layouts[key] = layout
         return layout
+
+    def _counted(self, key: LayoutKey) -> tuple[Int64Array, int]:
+        """Return the positions of each row group that the layout ``key`` counts, and how many make a position."""
+        if key.table:
+            if key.table not in self._earlier:
+                raise StateMismatch(
+                    f"epoch {key.epoch} began with other excluded row groups (exclude=), and only the run knows which: "
+                    "restore it by CheckpointManager.restore(), or lakeckpt.load"
+                )
+            return self._earlier[key.table]
+        found = None if self._selecting is None else self._selecting.get()
+        return (self._table.index.group_rows, 1) if found is None else (found.group_rows, found.unit)
 
 
 def delivered(columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class Stretch:
     """The plain `lakeckpt.core.state.State` that it began with."""
     end: Mapping[str, Any]
     consumed: Mapping[int, Intervals]
-    """epoch → positions; empty for a mixture, of which the two states tell the positions of each source."""
+    """epoch → positions; empty for a mixture: its two states tell the positions of each source."""
     basis: Basis = "inferred"
     """How it is known that steps used the rows."""
     reason: str = ""

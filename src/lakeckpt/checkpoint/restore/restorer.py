@@ -39,7 +39,7 @@ from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
 from lakeckpt.checkpoint.restore.choosing import Chooser
 from lakeckpt.checkpoint.restore.from_memory import Offer, Remembered
 from lakeckpt.checkpoint.restore.presence import Presence
-from lakeckpt.checkpoint.restore.table_versions import opened_versions, pins_as_on, records_at
+from lakeckpt.checkpoint.restore.table_versions import opened_versions, openings_at, pins_as_on, records_at
 from lakeckpt.checkpoint.restore.trial import Candidate, RestoreReport, Trial
 from lakeckpt.checkpoint.state.random_states import derive_random, restore_random
 from lakeckpt.errors import ArenaError, CheckpointDamaged, DamageWarning
@@ -214,7 +214,8 @@ class Restorer:
         indexes = {name: index for name, index in chosen.pins.indexes.items() if name not in skipped}
         states = {name: state for name, state in chosen.pins.states.items() if name not in skipped}
         readers = chosen.readers if which[1] is None else self._merged(chosen.step, chosen.readers)
-        pins = replace(chosen.pins, indexes=indexes, states=states, skipped=skipped)
+        changes = {name: every for name, every in chosen.pins.changes.items() if name not in skipped}
+        pins = replace(chosen.pins, indexes=indexes, states=states, changes=changes, skipped=skipped)
         return replace(chosen, readers=readers, pins=pins, is_checked=_UNCHECKED not in tally.facts)
 
     def _merged(self, step: int, readers: Mapping[str, ReaderRecord]) -> dict[str, ReaderRecord]:
@@ -339,7 +340,7 @@ class Restorer:
             self._settle_selections(keep=True)
         else:
             manifest, step = chosen.manifest, chosen.step
-            attempt.pending = chosen.pending
+            attempt.pending, attempt.openings = chosen.pending, openings_at(chosen.readers, chosen.pins, step)
             if manifest is not None:
                 attempt.parent, attempt.seed, attempt.recorded = manifest.slot, manifest.seed, manifest.step
                 restored = CheckpointInfo.of(manifest)

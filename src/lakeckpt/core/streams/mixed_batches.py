@@ -6,9 +6,9 @@ imports the standard library and numpy only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,27 @@ from lakeckpt.core.plan import LayoutKey, Plan, cut_spans
 from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt, Span
 from lakeckpt.wire.documents import to_plain
 
-__all__ = ["AnyReceipt", "MixedAssignment", "MixedBlock", "MixedReceipt", "Part"]
+__all__ = ["AnyReceipt", "MixedAssignment", "MixedBlock", "MixedReceipt", "Part", "planned_receipt"]
+
+Spans = tuple[tuple[str, tuple[Span, ...]], ...]
+
+
+class _Planned:
+    """A receipt whose spans are computed when somebody looks at them: most loops look at few."""
+
+    __slots__ = ("_planned",)
+    _planned: Callable[[], Spans]
+
+    def __getattr__(self, name: str) -> Spans:
+        if name != "spans":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found = self._planned()
+        object.__setattr__(self, "spans", found)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedReceipt:
+class MixedReceipt(_Planned):
     """The rows of one micro-batch of a mixture, and the step and rank that it was dealt to."""
 
     micro_batch: int
@@ -91,6 +107,14 @@ class MixedReceipt:
         return found
 
 
+def planned_receipt(planned: Callable[[], Spans], **fields: Any) -> MixedReceipt:
+    """Return the receipt of all ``fields`` but ``spans``, which ``planned`` returns."""
+    found = object.__new__(MixedReceipt)
+    for name, value in {"_planned": planned, "epoch": 0, "moves": (), **fields}.items():
+        object.__setattr__(found, name, value)
+    return found
+
+
 AnyReceipt = Receipt | MixedReceipt
 """The receipt of a micro-batch, of one source or of a mixture."""
 
@@ -123,14 +147,24 @@ class MixedBlock:
     before: list[list[int]] = field(repr=False)
     """Micro-batch → for each source, its rows in the micro-batches of the block before; and at the end, in all."""
 
-    def parts_of(self, number: int) -> tuple[Part, ...]:
+    def parts_of(self, number: int) -> list[Part]:
         """Return what the sources give to micro-batch ``number`` of the block."""
         starts, stops = self.before[number], self.before[number + 1]
-        return tuple(
-            Part(one.source, tuple(cut_spans(one.spans, start, stop)), one.layouts, stop - start, one.plan)
+        return [
+            Part(
+                one.source,
+                tuple(cut_spans(one.spans, starts[one.source], stops[one.source])),
+                one.layouts,
+                stops[one.source] - starts[one.source],
+                one.plan,
+            )
             for one in self.parts
-            if (start := starts[one.source]) < (stop := stops[one.source])
-        )
+            if starts[one.source] < stops[one.source]
+        ]
+
+    def spans_of(self, number: int, names: Sequence[str]) -> Spans:
+        """Return the `MixedReceipt.spans` of micro-batch ``number``; ``names`` are those of the sources."""
+        return tuple((names[part.source], part.spans) for part in self.parts_of(number) if part.spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,23 +13,24 @@ The module reads nothing, and starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from lakeckpt.core.changes import check_whole, dealt_anew, opening, unread
+from lakeckpt.core.changes import check_whole, dealt_anew, opening, unread, without
 from lakeckpt.core.identity import Identity, Mixing
+from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Rest, turns
 from lakeckpt.core.plan import Plan, dealt_in, share_of
 from lakeckpt.core.state import Segment, State
-from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, MixedReceipt, Part
+from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, Part, planned_receipt
 from lakeckpt.core.streams.mixing import Share, fractions
 from lakeckpt.core.streams.stream import StreamDeal
 
-__all__ = ["MixedPlan", "advanced", "joined", "plan_of", "replanned", "reweighed", "started", "stretches"]
+__all__ = ["MixedPlan", "advanced", "excluding", "joined", "plan_of", "replanned", "reweighed", "started", "stretches"]
 
 _BLOCK = 16
 """Micro-batches that are planned together."""
@@ -133,21 +134,21 @@ class MixedPlan:
 
     def assignment(self, step: int, rank: int, *, row_wise: bool = False) -> MixedAssignment:
         """Return what ``rank`` gets in ``step``: never a micro-batch without a row."""
-        segment, names = self.segment, self.mixing.names
+        segment = self.segment
         number = self.micro_batch(step) + rank
         turn, lane = divmod(number - self.first, segment.num_lanes)
         block = self._blocks.get(lane)
         if block is None or not block.turn <= turn < block.turn + len(block.order):
             block = self._blocks[lane] = self._block(lane, turn)
         inside = turn - block.turn
-        receipt = MixedReceipt(
+        receipt = planned_receipt(
+            partial(block.spans_of, inside, self.mixing.names),
             micro_batch=number,
             lane=number % segment.num_lanes,
             step=step,
             rank=rank,
             world_size=segment.world_size,
             rows=segment.batch_size,
-            spans=tuple((names[part.source], part.spans) for part in block.parts_of(inside) if part.spans),
             reader=self._reader,
             last=self.is_last and self.steps == step + 1,
         )
@@ -249,6 +250,14 @@ def _opened(
     number = MixedPlan(state).micro_batch(state.step)
     segment = Segment(micro_batch=number, step=state.step, weights=weights, carried=carried, **topology)
     return opening(state, segment)
+
+
+def excluding(state: State, excluded: Sequence[Mapping[int, Intervals]], orders: Sequence[Identity]) -> State:
+    """Return ``state``, of one order or of a mixture, without ``excluded``: see `lakeckpt.core.changes.without`."""
+    opened = replace(state.segment, micro_batch=plan_of(state).micro_batch(state.step), step=state.step)
+    if state.mixing is not None:
+        opened = replace(opened, carried=_carried(state, opened.num_lanes))
+    return without(state, opened, excluded, orders)
 
 
 def _carried(state: State, num_lanes: int) -> tuple[int, ...] | None:

@@ -131,7 +131,7 @@ class WorkerPlace:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> WorkerPlace:
-        """Return what `to_plain` made ``plain`` of; StateError if it is none."""
+        """Return what `to_plain` made ``plain`` of; StateError if ``plain`` is no place."""
         values = {name: value for name, value in plain.items() if name != "format"}
         found: WorkerPlace = from_plain(cls, values, "the state of a worker", error=StateError)
         return found

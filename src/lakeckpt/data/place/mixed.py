@@ -126,24 +126,24 @@ class MixedProgress(Progress):
         """Go on from ``state``; StateMismatch, without a change, if it is of another mixture, or if the order of one of
         its sources is another. Sources that it does not have begin at their first rows."""
         check_joined(state)
-        mine = self._every_order()
         self._check_alike(state)
         assert state.mixing is not None
         orders = dict(zip(state.mixing.names, state.orders, strict=True))
+        phases = [orders[name].phase if name in orders else 0 for name in self.mixing.names]
+        mine = tuple(replace(one, phase=at) for one, at in zip(self._every_order(), phases, strict=True))
         for number, name in enumerate(self.mixing.names):
             if name in orders:
                 self._check_source(number, mine[number], orders[name])
         if state.mixing.names == self.mixing.names:
             state = replace(state, orders=mine, mixing=self.mixing)
         else:
-            state = joined(replace(state, orders=tuple(self._order_named(name) for name in orders)), self.mixing, mine)
+            state = joined(
+                replace(state, orders=tuple(mine[self.mixing.names.index(name)] for name in orders)), self.mixing, mine
+            )
         self.last_receipt = None
         self._iteration += 1
         self._set(state)
         self._settled = None
-
-    def _order_named(self, name: str) -> Identity:
-        return self.order(self.mixing.names.index(name))
 
     def _check_source(self, number: int, mine: Identity, its: Identity) -> None:
         try:

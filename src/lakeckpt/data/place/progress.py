@@ -379,10 +379,12 @@ class Progress:
     # --- inside
 
     def _to_compare(self, state: State) -> Identity:
-        """Return the identity with which ``state`` is compared: the last tranche before an idle end has another
-        tail."""
-        tail = state.identity.tail
-        return replace(self.identity, tail=tail) if self._follows and tail != "drop" else self.identity
+        """Return the identity with which ``state`` is compared: the last tranche before an idle end has another tail,
+        and a stream without some row groups may begin at another token."""
+        its, mine = state.identity, self.identity
+        if self._follows and its.tail != "drop":
+            mine = replace(mine, tail=its.tail)
+        return mine if mine.phase == its.phase else replace(mine, phase=its.phase)
 
     def _set(self, state: State) -> None:
         self.runs.begin(state)

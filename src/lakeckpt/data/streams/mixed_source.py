@@ -79,6 +79,10 @@ class MixedSource(Iterations):
         super().__init__()
         self.memory_limit_bytes = memory_limit_bytes
         self._names, self._sources, self._source_column = tuple(names), tuple(sources), source_column
+        self._changing = frozenset(
+            number for number, one in enumerate(sources) if one.transform is not None or isinstance(one, FlowSource)
+        )
+        """The sources whose rows go through a transform, or whose consumption depends on the data."""
         self._budgets: dict[int, Budget] = {}
         """The memory that the sources share, by the lanes of their readers."""
 
@@ -108,9 +112,7 @@ class MixedSource(Iterations):
         size = len(block.order[number])
         # A transform gets the rows of one micro-batch, as a source does whose consumption depends on the data, and the
         # rows of one source are delivered without a copy.
-        if block.whole or any(
-            part.plan is not None or self._sources[part.source].transform is not None for part in block.parts
-        ):
+        if block.whole or (self._changing and any(part.source in self._changing for part in block.parts)):
             if number == 0:
                 readers.windows.fill()
             return _Opened(self._begun(readers, block, block.order[number], block.parts_of(number)), 0, size)

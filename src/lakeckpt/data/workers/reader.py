@@ -39,7 +39,7 @@ from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.flows.reading import FlowReading
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.workers.groups import Group
-from lakeckpt.data.workers.packing import pack
+from lakeckpt.data.workers.pickling import pack
 from lakeckpt.data.workers.signals import end_by_main
 from lakeckpt.data.workers.slots import SlotMemory, Slots
 from lakeckpt.errors import LakeckptError
