@@ -50,11 +50,13 @@ def mix(
     source_column: str | None = None,
     memory_limit_bytes: int | None = None,
 ) -> MixedDataset:
-    """Return a dataset that reads rows, or packed sequences, of several datasets in the proportion of their weights.
+    """Return a dataset that reads rows, or sequences, of several datasets in the proportion of their weights.
 
     Each source has its own table version, order and epochs, and every row of it counts exactly once in each of its
-    epochs. Which source a row comes from depends on the weights, the seed and the place of the row alone. Of the first
-    n rows of a lane, each source has its share to within two rows, counted from the last change of weights or lanes on.
+    epochs. Sources may be of any kind: rows, packed sequences, texts that are tokenized where they are read, whole
+    documents, and rows that a transform yields (``rows="many"``). Which source a row comes from depends on the weights,
+    the seed and the place of the row alone. Of the first n rows of a lane, each source has its share to within two
+    rows, counted from the last change of weights or lanes on.
 
         mixed = lakeckpt.mix({"web": (web, 0.7), "code": (code, 0.3)}, batch_size=8)
         loader = lakeckpt.LakeLoader(mixed, num_workers=2)
@@ -73,7 +75,8 @@ def mix(
             ``"next_epoch"``: it goes on with its next epoch; the mixture never ends. ``"stop"``: the mixture ends.
             ``"continue"``: the others go on with its share, and the mixture ends when all are through. A source that is
             through has a few rows left, fewer than a step takes of each lane; they are not read, and `lakeckpt audit`
-            lists them as to come.
+            lists them as to come. With a source whose consumption depends on the data (``tokenizer=``,
+            ``documents="whole"``, ``rows="many"``), only ``"next_epoch"`` can be.
         schedule: (step, weights) pairs, ascending, at most 1,000: from this step of the loader on, these weights hold.
             `LakeLoader.set_weights` changes them at any other step.
         source_column: a name under which each batch also holds the number of each row's source, in the order of
@@ -82,7 +85,8 @@ def mix(
 
     A batch has a `MixedReceipt`. ``lakeckpt audit`` counts the rows of each source, as ``"reader.web"`` and so on. If a
     run is restored, its weights go on. A source that the run did not have begins at its first row; then the weights
-    given here hold. Raises `ConfigError`, `SchemaError`.
+    given here hold. With a source whose consumption depends on the data, the state of one of several ranks is its part:
+    see `lakeckpt.merge_states`. Raises `ConfigError`, `SchemaError`.
     """
     if not isinstance(sources, Mapping) or not 1 <= len(sources) <= MAX_SOURCES:
         raise ConfigError(f"mix takes 1 to {MAX_SOURCES} sources, as name → (LakeDataset, weight)")

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import LaneMove, LaneRead
-from lakeckpt.core.state import Frontier
 from lakeckpt.core.streams.lane_batches import LaneBatches
 from lakeckpt.data.flows.source import FlowSource, LaneRows
 from lakeckpt.reading.windows.positions import PositionReader
@@ -37,21 +36,20 @@ class FlowLanes:
     def __init__(self, source: FlowSource, plan: Plan, reader: PositionReader, lanes: int) -> None:
         self._source, self._plan = source, plan
         self._rows = LaneRows(source, plan, lanes, reader=reader)
-        self._begins: dict[int, Frontier] = dict(plan.state.frontiers)
         self._open: dict[int, LaneBatches] = {}
 
     def follow(self, lanes: Iterable[int], share: float) -> None:
         """Read ahead ``lanes``. ``share``: see `lakeckpt.reading.windows.cache.WindowCache.follow`."""
-        self._rows.follow({lane: self._begins[lane][0] for lane in lanes}, share)
+        begins = self._plan.state.frontiers
+        self._rows.follow({lane: begins[lane][0] for lane in lanes}, share)
 
     def take(self, lane: int, rows: int) -> FlowRows:
-        """Return the next ``rows`` rows of ``lane``. After an error, the next call begins with the same rows."""
-        begin = self._begins[lane]
-        if (batches := self._open.pop(lane, None)) is None:
-            batches = LaneBatches(self._rows.positions(lane, begin[0]), begin=begin, batch_size=rows)
-        made = batches.take(rows * self._source.items_of_row)
+        """Return the next ``rows`` rows of ``lane``. After an error, only another iteration can go on."""
+        if lane not in self._open:
+            begin = self._plan.state.frontiers[lane]
+            self._open[lane] = LaneBatches(self._rows.positions(lane, begin[0]), begin=begin, batch_size=rows)
+        made = self._open[lane].take(rows * self._source.items_of_row)
         columns = self._source.columns_of(made)
-        self._open[lane], self._begins[lane] = batches, made.after
         assert columns is not None and not made.is_last, "a stream does not end"
         number = self._plan.state.source
         read = LaneRead(

@@ -161,8 +161,7 @@ class MixedSource(Iterations):
         columns = []
         for part, opened in read.parts:
             if isinstance(opened, FlowLanes):
-                if part.source not in read.flows:  # else another source failed, and this one has given its rows
-                    read.flows[part.source] = opened.take(receipt.lane, part.rows)
+                read.flows[part.source] = opened.take(receipt.lane, part.rows)
                 columns.append(read.flows[part.source].columns)
             else:
                 columns.append(self._columns(readers, part, opened, receipt, raw=raw))
