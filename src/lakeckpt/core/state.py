@@ -273,12 +273,6 @@ class State:
         return tuple(dict.fromkeys([*(self.order_of(left.epoch) for left in begun), self.identity]))
 
     @property
-    def every_order(self) -> tuple[Identity, ...]:
-        """The orders of all sources, and those that epochs began with before."""
-        before = [left.order for base in self.bases for left in base.begun if left.order is not None]
-        return (*self.orders, *dict.fromkeys(before))
-
-    @property
     def makers(self) -> tuple[int, ...]:
         """The numbers of the orders that have a maker, so that consumption depends on the data."""
         return tuple(number for number, one in enumerate(self.orders) if one.maker is not None)

@@ -141,7 +141,7 @@ def shown_loader(loader: Any) -> str:
 
 def _what(dataset: Any) -> str:
     """Return the table of one dataset, and how its rows become sequences."""
-    maker = getattr(getattr(dataset, "_source", dataset), "maker", None)
+    maker = getattr(dataset._source if hasattr(dataset, "_source") else dataset.source, "maker", None)
     packing = dataset.packing if maker is None else maker if maker.length else None
     uri = repr(dataset.table.uri)
     return uri if packing is None else f"{uri} in sequences of {packing.length} tokens"

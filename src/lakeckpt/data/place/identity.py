@@ -17,10 +17,9 @@ import pyarrow as pa
 
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.order import OrderSpec, Tail
-from lakeckpt.core.state import State
 from lakeckpt.data.options import OVERRIDABLE
 from lakeckpt.data.place.selecting import Selecting
-from lakeckpt.errors import ConfigError, StateError, StateMismatch
+from lakeckpt.errors import ConfigError, StateMismatch
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns.convert import Nulls, check_convertible
@@ -29,7 +28,7 @@ from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.packing import Packing
 from lakeckpt.reading.windows.decode import select_columns
 
-__all__ = ["Pinned", "at_version", "check_accepted", "check_joined", "check_kind", "differing"]
+__all__ = ["Pinned", "at_version", "check_accepted", "differing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,25 +117,6 @@ class Pinned:
             tail=self.tail,
             endless=self.endless,
             version=str(version) if version.name else "",
-        )
-
-
-def check_kind(mine: bool, its: bool) -> None:
-    """Raise StateError if consumption depends on the data of a dataset (``mine``) and not in a state (``its``), or
-    there and not here."""
-    if mine != its:
-        kinds = "each row is one row", 'rows give any number of rows (rows="many", a tokenizer=, whole documents)'
-        here, there = kinds[::-1] if mine else kinds
-        raise StateError(f"in this dataset {here}, and the state was saved by a reader in which {there}")
-
-
-def check_joined(state: State) -> None:
-    """Raise StateError if ``state`` is the part of some ranks."""
-    if not state.is_whole:
-        assert state.held is not None
-        raise StateError(
-            f"this is the part of the ranks {state.held.ranks} of {state.segment.world_size}: "
-            "lakeckpt.merge_states joins the states of all ranks, and every rank loads the result"
         )
 
 

@@ -1,18 +1,18 @@
 """This module defines `lakeckpt.mix`: a weighted mixture of datasets, each of which is read exactly.
 
-A mixture has one place (`lakeckpt.data.place.mixed`), and reads its sources by
+A mixture has one place (`lakeckpt.data.place.progress`), and reads its sources by
 `lakeckpt.data.streams.mixed_source`. The module reads nothing itself and starts no threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch.utils.data import get_worker_info
 
-from lakeckpt.core.identity import Maker, Mixing
+from lakeckpt.core.identity import Mixing
 from lakeckpt.core.streams.mixing import MAX_SOURCES
 from lakeckpt.data.base_dataset import BaseDataset
 from lakeckpt.data.dataset import LakeDataset
@@ -20,7 +20,9 @@ from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.flows.tokens import Tokenizing
 from lakeckpt.data.options import one_of, optional, whole
 from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.mixed import MixedProgress, SourcePlace, checked_weights
+from lakeckpt.data.place.orders import Orders, checked_weights
+from lakeckpt.data.place.progress import Progress
+from lakeckpt.data.place.reader import TableReader
 from lakeckpt.data.place.versions import Versions
 from lakeckpt.data.source import BatchSource
 from lakeckpt.data.streams.mixed_flows import Completed
@@ -29,10 +31,9 @@ from lakeckpt.data.transform import CarriedRows
 from lakeckpt.errors import ConfigError, SchemaError
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.table import Table
-from lakeckpt.reading.packed.packing import Packing
 from lakeckpt.reading.windows.decode import select_columns
 
-__all__ = ["MixedDataset", "MixedTable", "mix"]
+__all__ = ["MixedDataset", "mix"]
 
 _MOST_PIECES = 1000
 Weights = Mapping[str, float]
@@ -116,29 +117,6 @@ def mix(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedTable:
-    """A source of a mixture, as it is read."""
-
-    source: BatchSource
-    versions: Versions
-
-    @property
-    def maker(self) -> Maker | None:
-        """What makes any number of items of its rows; None: nothing does."""
-        return self.source.maker if isinstance(self.source, FlowSource) else None
-
-    @property
-    def table(self) -> Table:
-        """Its table, at the version that is read."""
-        return self.versions.at_hand.table
-
-    @property
-    def packing(self) -> Packing | None:
-        """How its documents are packed; None: rows are read."""
-        return self.versions.at_hand.packing
-
-
 class MixedDataset(BaseDataset):
     """What `mix` returns: a dataset for a `LakeLoader`, or for a loop in this process."""
 
@@ -157,24 +135,15 @@ class MixedDataset(BaseDataset):
         self.batch_size, self.output = batch_size, every[0].output
         self._explicit_rank, self._dp_group = every[0]._explicit_rank, every[0]._dp_group
         pinned = [replace(one._versions.at_hand, endless=True) for one in every]
+        accepted = [one.options.accept_changes for one in every]
         sources = [_source_of(one, where) for one, where in zip(every, pinned, strict=True)]
         self.yields_many = any(one.yields_many for one in every)
-        self._mixed = MixedProgress(
-            mixing,
-            pinned,
-            [frozenset(one.options.accept_changes) for one in every],
-            [one.describe if isinstance(one, FlowSource) else None for one in sources],
-            batch_size=batch_size,
-            num_lanes=num_lanes,
-        )
-        self._progress = self._mixed
-        places: list[Any] = [SourcePlace(self._mixed, number) for number in range(len(sources))]
+        describes = [one.describe if isinstance(one, FlowSource) else None for one in sources]
+        orders = Orders(pinned, accepted=accepted, describes=describes, mixing=mixing)
+        self._progress = Progress(orders, batch_size=batch_size, num_lanes=num_lanes)
         self.sources = {
-            name: MixedTable(
-                source=source,
-                versions=Versions(where, source, place, one.options),
-            )
-            for (name, one), where, source, place in zip(datasets.items(), pinned, sources, places, strict=True)
+            name: TableReader(Versions(where, source, self._progress, one.options, number=number), name)
+            for number, ((name, one), where, source) in enumerate(zip(datasets.items(), pinned, sources, strict=True))
         }
         """Name → the source that is read."""
         self._source = MixedSource(
@@ -209,16 +178,16 @@ class MixedDataset(BaseDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all that was yielded (plain types)."""
-        self._mixed.settle(self.topology[1], 0)
-        return self._mixed.state.to_plain()
+        self._progress.settle(self.topology[1], 0)
+        return self._progress.state.to_plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state`` at the next iteration; StateError, without a change, if it does not fit."""
-        self._mixed.load(self._mixed.read(state))
+        self._progress.load(self._progress.read(state))
 
     def set_epoch(self, epoch: int) -> None:
         """Refuse: sources count their epochs themselves."""
-        self._mixed.begin_epoch(epoch)
+        self._progress.begin_epoch(epoch)
 
     def rewind(self) -> None:
         """Refuse: a mixture has no epochs."""
