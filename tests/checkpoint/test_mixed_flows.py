@@ -50,6 +50,8 @@ def test_each_token_of_a_mixture_counts_once_on_any_chain_of_ranks_and_weights(l
         assert report.verdict == "proved", report.to_plain()
     assert set(Counter(found).values()) == {1}
     assert [one.name for one in report.readers] == [f"reader.{name}" for name in sorted(WEIGHTS)]
+    units = {one.name.removeprefix("reader."): (one.counted, one.batch_of) for one in report.readers}
+    assert units["web"] == units["code"] == ("row", "sequence") and units["books"] == ("window", "sequence")
     with pytest.raises(ConfigError, match=r"which rows of 'reader\.\w+' made a step depends on what its transform"):
         explain(storage, 3)
 
