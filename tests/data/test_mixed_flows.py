@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +16,21 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from lakeckpt import LakeDataset, LakeLoader, TransformContext, cumulative_lengths, errors, mix, pack
+from lakeckpt import (
+    LakeDataset,
+    LakeLoader,
+    TransformContext,
+    cumulative_lengths,
+    errors,
+    merge_states,
+    mix,
+    pack,
+)
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
 from tests.data.flow_jobs import Ran
 from tests.data.reading import as_json, same
+from tests.tracking.processes import run_processes
 
 FIRST = {"web": 0, "code": 100_000, "books": 200_000, "plain": 300_000}
 DOCUMENTS = {"web": 90, "code": 70, "books": 60, "plain": 50}
@@ -139,23 +152,48 @@ def test_sources_of_all_kinds_give_their_shares_and_each_token_once(lake: Path, 
         assert [list(one) for one in of_rows] == [[list(WEIGHTS)[number]] for number in batch["source"].tolist()]
 
 
-def test_no_token_of_three_raw_tables_is_lost_or_repeated_over_ranks_workers_and_kills(lake: Path) -> None:
-    weights = {"web": 2.0, "code": 1.0, "plain": 1.0}
+THREE = {"web": 2.0, "code": 1.0, "plain": 1.0}
+
+
+def test_no_token_of_several_tables_is_lost_or_repeated_over_ranks_and_workers(lake: Path) -> None:
     found: list[int] = []
     state: Any = None
-    for world_size, workers, steps in [(2, 2, 5), (1, 2, 4), (2, 0, 3), (2, 1, 0), (1, 1, 4)]:
+    for world_size, workers, steps in [(2, 0, 5), (1, 2, 4), (2, 0, 3), (1, 0, 4)]:
 
         def make(rank: int, world_size: int = world_size, workers: int = workers) -> LakeLoader:
-            return loader_of(lake, rank, world_size, workers=workers, weights=weights)
+            return loader_of(lake, rank, world_size, workers=workers, weights=THREE)
 
         ran = run_ranks(world_size, state, steps, make)
         found += [token for rank in ran.batches for token in tokens_of(rank)]
         state = ran.state
-        run_ranks(world_size, state, 3, make)  # it is killed, and nothing of it was saved
     assert set(Counter(found).values()) == {1}
-    rest = run_ranks(2, state, 60, lambda rank: loader_of(lake, rank, 2, weights=weights))
+    rest = run_ranks(2, state, 60, lambda rank: loader_of(lake, rank, 2, weights=THREE))
     found += [token for rank in rest.batches for token in tokens_of(rank)]
-    assert set(found) == set().union(*map(every_token, weights)), "all of the first epochs were read"
+    assert set(found) == set().union(*map(every_token, THREE)), "all of the first epochs were read"
+
+
+def read(rank: int, world_size: int, lake: Path, folder: Path, state: Any, dies_at: int) -> None:
+    """Read with a worker, and write what each step got, and the state after it, up to a kill of the process."""
+    loader = loader_of(lake, rank, world_size, workers=1, weights=THREE)
+    if state is not None:
+        loader.load_state_dict(state)
+    with (folder / f"{rank}.jsonl").open("w") as file:
+        for step, batch in enumerate(loader):
+            if step == dies_at - rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            print(json.dumps([tokens_of([batch]), loader.state_dict()]), file=file, flush=True)
+
+
+def test_no_token_is_lost_or_repeated_over_killed_processes_with_workers(lake: Path, tmp_path: Path) -> None:
+    run_processes(2, read, 2, lake, tmp_path, None, 6, ends=[-signal.SIGKILL] * 2)
+    lines = [(tmp_path / f"{rank}.jsonl").read_text().splitlines() for rank in range(2)]
+    steps = [[json.loads(line) for line in step] for step in zip(*lines, strict=False)]
+    assert len(steps) == 5, "rank 1 died after so many"
+    found = [token for step in steps for tokens, _ in step for token in tokens]
+    state = merge_states([one for _, one in steps[-1]])
+    ran = run_ranks(1, state, 9, lambda rank: loader_of(lake, rank, 1, weights=THREE))
+    found += tokens_of(ran.batches[0])
+    assert set(Counter(found).values()) == {1}
 
 
 def test_going_on_from_any_step_gives_the_same_batches_and_receipts(lake: Path) -> None:
