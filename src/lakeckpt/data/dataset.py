@@ -154,16 +154,16 @@ class LakeDataset(BaseDataset):
 
     def _read(self, pinned: Pinned, transform: Any) -> None:
         """Begin to read ``pinned`` from its start."""
-        options, size, describes = self.options, self.batch_size or 1, None
+        options, size, describes = self.options, self.batch_size or 1, list[Any]()
         if self.yields_many:
             self._source, size = source_of(self, options, pinned, transform)
-            describes = self._source.describe
+            describes = [self._source.describe]
         else:
             self._source = BatchSource(
                 pinned, output=self.output, options=options, transform=transform, row_wise=self.row_wise
             )
         self._progress = Progress(
-            Orders([pinned], accepted=[options.accept_changes], describes=describes),
+            Orders([pinned], accepted=[options.accept_changes], describes=describes or None),
             batch_size=size,
             num_lanes=options.num_lanes,
             row_wise=self.row_wise,

@@ -27,6 +27,7 @@ from lakeckpt.core.changes import replan
 from lakeckpt.core.consumption import consumed, consumption
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.lanes import Begun
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
 from lakeckpt.errors import StateMismatch
@@ -174,7 +175,7 @@ class ReaderWalk:
     def _check_begun(self, manifest: Manifest, begin: State) -> None:
         """Positions of which some items were consumed must go on where they stopped."""
         before = self._latest
-        if before is not None and before.epoch == begin.epoch and Plan(before).begun != Plan(begin).begun:
+        if before is not None and before.epoch == begin.epoch and _begun(before) != _begun(begin):
             self.doubt(
                 f"slot {manifest.slot}: rows of epoch {begin.epoch} of which some items were consumed go on elsewhere "
                 "than where they stopped: the items between were lost, or repeated"
@@ -240,3 +241,8 @@ class ReaderWalk:
             else:
                 inferred += any(one.basis != "stated" for _, one in stretches)
         self.inferred = f"{inferred:,} of {len(by_attempt):,} attempts" if inferred else ""
+
+
+def _begun(state: State) -> list[Begun]:
+    """Return the positions that have begun. The number of a source changes if another one joins a mixture."""
+    return [replace(one, source=None) for one in Plan(state).begun]
