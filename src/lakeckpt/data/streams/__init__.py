@@ -5,4 +5,6 @@
     dataset of documents → [pack] → dataset of sequences
 
     datasets and weights → [mix] → mixture → [mixed_source]: takes each row from its source → micro-batches
+                                                  ^
+              raw text, whole documents, rows of a transform: [mixed_flows] takes what lanes have next
 """
