@@ -22,7 +22,7 @@ from lakeckpt.core.streams.mixing import fractions
 from lakeckpt.core.streams.mixture import advanced, joined, replanned, reweighed, started
 from lakeckpt.errors import StateError, StateMismatch
 from lakeckpt.wire.envelope import dumps, loads
-from tests.core.mixed_flow_runs import Items, Job
+from tests.core.mixed_flow_runs import Items, Job, Rank
 from tests.core.states import identity_of
 from tests.examples import examples
 
@@ -228,3 +228,12 @@ def test_segments_before_a_change_of_weights_are_forgotten_and_frontiers_are_not
     assert items + again.items == claimed(again.state, two)
     left = Plan(again.state.of(0)).left
     assert left.of(0, 50) == Intervals.empty()
+
+
+def test_receipts_of_the_same_positions_and_other_items_differ() -> None:
+    state = begin([order_of(50, "cut")], mixing_of([1]), batch_size=2)
+    found: Items = Counter()
+    first, second = (Rank(state, 0, seven).step(found) for _ in range(2))
+    assert first == second and first.moves == second.moves
+    moves = (replace(first.moves[0], after=(0, 3)),)
+    assert replace(first, moves=moves) != first

@@ -113,7 +113,7 @@ class MixedReceipt(_Planned):
         return found
 
 
-_compared = attrgetter("micro_batch", "lane", "step", "rank", "world_size", "rows", "spans", "epoch", "reader")
+_compared = attrgetter("micro_batch", "lane", "step", "rank", "world_size", "rows", "spans", "moves", "epoch", "reader")
 
 
 def planned_receipt(planned: Callable[[], Spans], **fields: Any) -> MixedReceipt:
