@@ -54,7 +54,7 @@ def make_of(table: Table, *, count_once: bool = False, **fixed: Any) -> Callable
         chosen = {"batch_size": 4, "columns": ["id"], "filters": FILTER, **fixed, **options}
         dataset = dataset_of(table, **chosen, rank=rank, world_size=world_size)
         for one in counted:
-            LakeLoader(dataset)._reader.offer_selection(one)
+            LakeLoader(dataset)._reader.tables[""].offer_selection(one)
         if count_once and not counted and dataset.selection is not None:
             counted.append(dataset.selection)
         return LakeLoader(dataset, num_workers=num_workers)

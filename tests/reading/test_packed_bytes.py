@@ -196,7 +196,7 @@ def test_a_mixture_has_cu_seqlens_of_its_rows(tmp_path: Path) -> None:
     for batch in itertools.islice(loader, 60):
         assert batch["cu_seqlens"].tolist() == cumulative_lengths(batch["position_ids"]).tolist()
     fewer = pack(LakeDataset(folder, batch_size=4), length=16, columns=names[:2])
-    with pytest.raises(errors.SchemaError, match="'position_ids'.*name the same in columns="):
+    with pytest.raises(errors.SchemaError, match=r"'position_ids'.*name the same in columns="):
         mix({"one": (one, 0.7), "other": (fewer, 0.3)})
 
 
