@@ -348,6 +348,7 @@ class Background:
         if self._exchange.world_size > 1:
             unordered = [number for number, one in self._pending.items() if not one.is_ordered]
             self._exchange.obstacles.stop(error, first=min(unordered, default=self.attempt.saves))
+            self._look_for_obstacles(now=True)  # the agent has saves under way, and hears of none any more
             if self._exchange.rank == 0:  # the store that has the note may end with this process
                 SystemWaiter().wait((_LOOKS if at_exit else 2) * _LOOK_S)
 
