@@ -1,4 +1,8 @@
-"""This module compares a loaded state with the live objects, before anything is changed.
+"""This module compares a candidate, a state that may be restored, with the live objects, before anything is changed.
+
+A `Candidate` is a checkpoint or a cut in memory, complete but for the bytes of its tensors: a
+`lakeckpt.checkpoint.state.loaded.TensorSource` reads these from files or from an arena. It is compared and applied
+(`lakeckpt.checkpoint.restore.applying`) in the same way, whatever its source is.
 
 `differences` lists every missing, extra and mis-shaped entry of modules and optimizers, optimizers of another class,
 and parts of tensors that no rank saved. Of other objects, only the names are compared: such an object refuses its state
@@ -8,14 +12,17 @@ parts that do not fit as they are. The module reads no tensor and changes no obj
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from lakeckpt.checkpoint.format.manifest import ReaderRecord
+from lakeckpt.checkpoint.consumed.pending import PendingRecord
+from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.format.sharing import say_ranks
+from lakeckpt.checkpoint.restore.table_versions import Pins
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.checkpoint.state.names import fitted, parameter_names
 from lakeckpt.checkpoint.state.optimizer_states import differences_of_states, states_in
@@ -27,18 +34,50 @@ from lakeckpt.errors import CheckpointError, CheckpointMismatch
 from lakeckpt.tracking.readers import TrackedReader
 from lakeckpt.wire.envelope import TensorRef
 
-__all__ = ["differences", "fitted_to", "has_torchs_state", "on_trial", "refusal"]
+__all__ = ["Candidate", "compare", "differences", "fitted_to", "has_torchs_state", "on_trial"]
 
 _MOST_LINES = 40
-_BUILD_ALIKE = "Build the same objects as when it was saved, or start a run at another place"
 
 
-def refusal(lines: list[str], *, where: str, advice: str = _BUILD_ALIKE) -> CheckpointMismatch:
-    """Return the error for a checkpoint that does not fit; ``advice`` says what to do."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What one rank may restore: a checkpoint, or a cut in memory that goes on from it (or from the start of the
+    run)."""
+
+    manifest: Manifest | None
+    captured: CutId | None = None
+    is_checked: bool = True
+    """Whether what is read is compared with checksums: not so for a cut in memory that no agent has hashed."""
+    step: int
+    readers: Mapping[str, ReaderRecord]
+    pending: Mapping[str, tuple[PendingRecord, ...]] = field(default_factory=dict)
+    """What was consumed between the two, by reader."""
+    loaded: Loaded
+    pins: Pins = field(default_factory=Pins)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        if self.captured is not None:
+            return f"the cut of step {self.step} in memory"
+        assert self.manifest is not None
+        return f"the checkpoint in slot {self.manifest.slot}"
+
+    def held(self, objects: Mapping[str, Any], allow_missing: Collection[str]) -> Mapping[str, Any]:
+        """Return those of ``objects`` that are compared and loaded: all but what is missing here and may be."""
+        missing = frozenset(allow_missing) - self.loaded.trees.keys() - self.readers.keys()
+        return {name: one for name, one in objects.items() if name not in missing}
+
+
+def compare(objects: Mapping[str, Any], candidate: Candidate, *, advice: str) -> None:
+    """Raise `CheckpointMismatch` if the ``candidate`` does not fit ``objects``; ``advice`` says what to do."""
+    lines = differences(objects, candidate.loaded, candidate.readers)
+    if not lines:
+        return
     shown = "\n  ".join(lines[:_MOST_LINES])
     more = f"\n  … and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
-    return CheckpointMismatch(
-        f"the checkpoint {where} does not fit the live objects; nothing was changed:\n  {shown}{more}\n{advice}"
+    raise CheckpointMismatch(
+        f"{candidate.name} does not fit the live objects; nothing was changed:\n  {shown}{more}\n{advice}"
     )
 
 

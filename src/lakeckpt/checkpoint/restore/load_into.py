@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -33,7 +33,7 @@ from lakeckpt.checkpoint.restore.compare import fitted_to, has_torchs_state, on_
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.checkpoint.state.optimizer_states import fits, states_in
 from lakeckpt.checkpoint.state.shards import is_sharded, local_of, offsets_of
-from lakeckpt.checkpoint.state.tensors import empty_for, host_bytes, in_dim_order, tied_key
+from lakeckpt.checkpoint.state.tensors import batches_of, empty_for, host_bytes, in_dim_order, tied_key
 from lakeckpt.checkpoint.state.tree import alongside, flatten, rebuild, references
 from lakeckpt.errors import CheckpointError, CheckpointMismatch, DamageWarning, StateError, StorageError
 from lakeckpt.tracking.readers import StartingReader, TrackedReader
@@ -188,7 +188,8 @@ def _read(targets: Mapping[str, torch.Tensor], loaded: Loaded) -> None:
     divided = {key for key in rest if is_sharded(targets[key]) or key in loaded.wholes}
     for key in divided:
         loaded.read_part(key, offsets_of(key, targets[key]), local_of(targets[key]))
-    for keys in _batches([key for key in rest if key not in divided], loaded.specs):
+    whole = [key for key in rest if key not in divided]
+    for keys in batches_of(whole, lambda key: loaded.specs[key].size_bytes, _BUFFER_BYTES):
         for key, tensor in loaded.read(keys).items():
             with torch.no_grad():
                 targets[key].copy_(tensor)
@@ -250,19 +251,6 @@ def _direct(targets: Mapping[str, torch.Tensor], loaded: Loaded) -> dict[str, st
         if saved is not None:
             found[key] = saved.key
     return found
-
-
-def _batches(keys: list[str], specs: Mapping[str, TensorSpec]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size_bytes = 0
-    for key in keys:
-        if batch and size_bytes + specs[key].size_bytes > _BUFFER_BYTES:
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(key)
-        size_bytes += specs[key].size_bytes
-    if batch:
-        yield batch
 
 
 def _load(one: Any, tree: Any, tensors: Mapping[str, torch.Tensor]) -> None:
