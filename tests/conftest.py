@@ -20,6 +20,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.examples import SOAK
+
 if TYPE_CHECKING:
     from tests.lakes import LakeSpec
 
@@ -30,13 +32,13 @@ pytest.register_assert_rewrite("tests.faults.storage_law")
 settings.register_profile(
     "default",
     deadline=None,
-    max_examples=25,
+    max_examples=10,
     derandomize=True,
     database=None,
     print_blob=True,
     suppress_health_check=_CHECKS,
 )
-settings.register_profile("soak", settings.get_profile("default"), derandomize=False, max_examples=40)
+settings.register_profile("soak", settings.get_profile("default"), derandomize=False, max_examples=SOAK)
 settings.register_profile("mutants", settings.get_profile("default"), max_examples=60)
 settings.register_profile("nightly", settings.get_profile("soak"), max_examples=3000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "default")

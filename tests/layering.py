@@ -12,6 +12,7 @@ import ast
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = "lakeckpt"
@@ -153,14 +154,30 @@ def _module_names_in(tree: ast.Module, known: set[str]) -> list[str]:
     return sorted(text for text in texts if text in known or text.split(".")[0] == "torch")
 
 
-def violations(root: Path, public: Mapping[str, str]) -> list[str]:
-    """Every import that breaks a rule, as ``module:line: what is wrong``."""
+def every_import(root: Path, public: Mapping[str, str]) -> dict[str, list[Import]]:
+    """Module to its imports, of every module below ``root``; not of the top-level package, which may name anything."""
     trees, packages = modules_of(root), packages_of(root)
-    every = {
+    return {
         module: list(imports_of(module, tree, is_package=module in packages, known=set(trees), public=public))
         for module, tree in trees.items()
-        if module != PACKAGE  # the lazy top-level package may name anything
+        if module != PACKAGE
     }
+
+
+def circle(root: Path, public: Mapping[str, str]) -> list[str]:
+    """A chain of modules, each of which imports the one before it, from one module back to itself; empty if none is."""
+    every = every_import(root, public)
+    graph = {name: {item.target for item in items} & every.keys() - {name} for name, items in every.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def violations(root: Path, public: Mapping[str, str]) -> list[str]:
+    """Every import that breaks a rule, as ``module:line: what is wrong``."""
+    every = every_import(root, public)
     found = [
         f"{item.module}:{item.line}: {wrong}" for items in every.values() for item in items for wrong in _wrong(item)
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import lakeckpt
-from tests.layering import NEVER_LOADS_TORCH, modules_of, violations
+from tests.layering import NEVER_LOADS_TORCH, circle, modules_of, violations
 from tests.patience import PATIENCE_S
 
 SOURCE = Path(lakeckpt.__file__).parents[1]
@@ -19,6 +19,10 @@ PUBLIC = {"open_table": "lakeckpt.lake.formats.dispatch", "LakeLoader": "lakeckp
 
 def test_imports_run_downward_only_and_torch_stays_where_it_belongs() -> None:
     assert violations(SOURCE, lakeckpt._PUBLIC) == []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert circle(SOURCE, lakeckpt._PUBLIC) == []
 
 
 def test_the_layers_below_and_the_commit_path_load_without_torch() -> None:
@@ -124,3 +128,24 @@ def test_imports_upward_sideways_or_of_torch_are_found(tmp_path: Path, module: s
         (root / "lakeckpt" / "checkpoint" / "__init__.py").write_text(source)
     found = violations(root, PUBLIC)
     assert re.search(wrong, "\n".join(found)), found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from lakeckpt.data.flows.feed import Feed",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lakeckpt.data.flows.feed import Feed",
+        "class A:\n    def f(self):\n        from ..data.flows import feed",
+        "import importlib\nx = importlib.import_module('lakeckpt.data.flows.feed')",
+    ],
+)
+def test_a_circle_is_found_wherever_its_imports_stand(tmp_path: Path, source: str) -> None:
+    uses = {
+        "data__flows__feed": "from lakeckpt.data import loader",
+        "data__loader": "from lakeckpt.data import options",
+    }
+    assert circle(tree(tmp_path, data__options="", **uses), PUBLIC) == []
+    (tmp_path / "lakeckpt" / "data" / "options.py").write_text(source)
+    found = circle(tmp_path, PUBLIC)
+    assert found[0] == found[-1]
+    assert {f"lakeckpt.data.{name}" for name in ("options", "loader", "flows.feed")} == set(found)

@@ -1,6 +1,17 @@
 """lakeckpt: resume the training of large models on a data lake, exactly.
 
 The public names load when first used, so that ``import lakeckpt`` and the commit path never pull in torch.
+
+::
+
+    table → [lake/] → [reading/] → [data/]: batches → training loop → [checkpoint/]: cuts, commits, the proof
+                                      ^                                    |
+                                   [core/]: the order of rows          [tracking/]: what all ranks agree on
+                                                                           |
+    what lasts is written by [wire/]. [errors]: all errors. [counters] → [metrics/]. [progress]: long work is shown.
+
+    commands: [cli/], [demo/]. Public modules: [convert], [dcp], [bubbles], [testing/], [integrations/].
+    [versions]: the libraries that are installed fit.
 """
 
 from __future__ import annotations

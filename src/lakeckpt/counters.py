@@ -2,11 +2,11 @@
 
 A loader, a store or a manager adds to plain numbers here where it does what is counted. Nothing is computed before a
 metric is read. The numbers of a loader or a manager have one thread that adds to them, and no lock. A store has a lock,
-which it takes once for each request. Where an owner is gone, its numbers are added to a sum for its name, so that no
+which it takes once for each request. If an owner is gone, its numbers are added to a sum for its name, so that no
 counter falls, and nothing else of it stays.
 
-A forked process begins with empty counters. What a loader's worker processes count of stores comes to the main process
-with the micro-batches that they send. The module starts no threads.
+A forked process begins with empty counters. The counts of stores in a loader's worker processes come to the main
+process with the micro-batches that they send. The module starts no threads.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Counters:
 
 @dataclass(slots=True, eq=False)
 class ReaderCounters(Counters):
-    """What one loader has delivered. The thread that iterates it adds."""
+    """The deliveries of one loader. The thread that iterates it adds."""
 
     TOTALS: ClassVar[tuple[str, ...]] = ("rows", "batches", "wait_s")
 
@@ -83,7 +83,7 @@ class ReaderCounters(Counters):
 
 @dataclass(slots=True, eq=False)
 class RunCounters(Counters):
-    """What one manager has saved. The training thread adds, and to the numbers of captures the copier."""
+    """The saves of one manager. The training thread adds, and to the numbers of captures the copier."""
 
     TOTALS: ClassVar[tuple[str, ...]] = (
         "commits",
@@ -115,7 +115,7 @@ class RunCounters(Counters):
     fence_bytes: int = 0
     """Bytes for which an optimizer step waited."""
     beside_bytes: int = 0
-    """Bytes that were copied beside training, where no idle windows are watched."""
+    """Bytes that were copied beside training, if no idle windows are watched."""
     waits: Callable[[], Iterable[Any]] = tuple
     """Returns the last waits by site (``site``, ``median_s``, ``share``). Any thread may call it."""
 
@@ -133,11 +133,11 @@ class RunCounters(Counters):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of a loader when somebody looks."""
+    """The facts that are known of a loader when somebody looks."""
 
     name: str
     ready: int | None
-    """Micro-batches that would come without a wait; None where that is not known."""
+    """Micro-batches that would come without a wait; None if that is not known."""
     epochs: Mapping[str, float]
     """Reader → the epochs that the job has consumed of it; of a mixture, each source is a reader."""
     skipped: Mapping[tuple[str, str], int]
@@ -219,7 +219,7 @@ RUNS: Living[RunCounters] = Living(RunCounters)
 
 @dataclass(slots=True, eq=False)
 class StoreCounters:
-    """What this process has read from the stores of one ``kind``. Any thread adds."""
+    """The reads of this process from the stores of one ``kind``. Any thread adds."""
 
     kind: str
     bytes_read: int = 0

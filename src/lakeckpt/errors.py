@@ -149,7 +149,7 @@ class DataFileDamaged(_InRowGroup, TableError, kind="data_file_damaged"):
     """A data file cannot be decoded.
 
     ``file`` is its path in the table, ``row_group`` its ordinal in the file, ``column`` the first damaged column; None
-    where it is not known, or the file as a whole.
+    if it is not known, or the file as a whole.
     """
 
 
@@ -184,7 +184,7 @@ class StateUnavailable(StateError, RuntimeError, kind="state_unavailable"):
 class WorkerDied(LakeckptError, RuntimeError, kind="worker_died"):
     """A worker process of a loader ended early. The batches that the loop received are counted.
 
-    ``worker`` is its number; ``exit_code`` is negative where a signal killed it, None where it is not known.
+    ``worker`` is its number; ``exit_code`` is negative if a signal killed it, None if it is not known.
     """
 
     def __init__(self, message: str, *, worker: int | None = None, exit_code: int | None = None) -> None:
@@ -290,7 +290,7 @@ class ObjectChanged(StorageError, kind="object_changed"):
 
 
 class ConditionalPutUnsupported(StorageError, kind="conditional_put_unsupported"):
-    """The store cannot put an object only where there is none."""
+    """The store cannot put an object only if there is none."""
 
 
 class CaptureWarning(UserWarning):
@@ -328,7 +328,7 @@ def error_of(kind: str, text: str, *, otherwise: type[LakeckptError]) -> Lakeckp
 
 def shown(value: object, most: int = 80) -> str:
     """Return the repr of what a user gave, on one line of at most ``most`` characters: a tokenizer's holds its whole
-    vocabulary. Where that is too long, its class leads."""
+    vocabulary. If that is too long, its class leads."""
     text = " ".join(repr(value).split())
     return text if len(text) <= most else f"{type(value).__name__}: {text}"[: most - 1] + "…"
 

@@ -1,7 +1,7 @@
 """This module shows how far long work has come: one line of the terminal, if stderr is one, and nothing otherwise.
 
 Work that takes long calls ``progress(done, total, what)`` as it advances. `progress_bar` makes such a function, which
-shows a bar of the library rich where that is installed, else a line of text. The line is cleared at the end. The module
+shows a bar of the library rich if that is installed, else a line of text. The line is cleared at the end. The module
 starts no threads, and imports rich when there is something to show.
 """
 
@@ -76,7 +76,7 @@ class _Line:
 
 
 class _Bar:
-    """A bar of rich. Raises ``ImportError`` where that is not installed."""
+    """A bar of rich. Raises ``ImportError`` if that is not installed."""
 
     def __init__(self) -> None:
         from rich.console import Console

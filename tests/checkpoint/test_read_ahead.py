@@ -28,6 +28,7 @@ from tests.checkpoint.reading_ahead import BATCH, FILES, ROWS, Filler, Run, Wrap
 from tests.checkpoint.rig import HubExchange, MemoryStorage, good, run_ranks
 from tests.checkpoint.scripts import write_table
 from tests.checkpoint.seams import manager_with
+from tests.examples import examples
 from tests.patience import PATIENCE_S
 
 DEPTH = 3
@@ -391,7 +392,7 @@ def test_a_dataset_that_is_saved_itself_is_nothing_to_warn_of(table: lakeckpt.Ta
             manager.step()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=12), ahead=st.integers(0, 4))
 def test_a_loop_that_says_its_batch_is_never_suspected(counts: list[int], ahead: int, table: lakeckpt.Table) -> None:
     """Token budgets, steps that a gradient scaler leaves out, and queues: as many batches for a step as it happens."""

@@ -9,7 +9,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.checkpoint.consumed.rows import Order, name_rows
+from lakeckpt.checkpoint.consumed.rows import RowOrder, name_rows
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.plan import LayoutKey
@@ -42,7 +42,7 @@ pairs = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 30)), max_size=6)
 def test_the_set_of_rows_is_that_of_the_rows_in_order(
     files: list[list[int]], pieces: list[tuple[int, int]], lanes: int, window: int, shuffle: bool
 ) -> None:
-    order = Order(index_of(files))
+    order = RowOrder(index_of(files))
     rows = order.index.num_rows
     asked = Intervals.of([(start, start + size) for start, size in pieces]).intersection(Intervals.whole(rows))
     spec = OrderSpec(seed=3, shuffle=shuffle, window=window if shuffle else 1)
@@ -57,7 +57,7 @@ def test_the_set_of_rows_is_that_of_the_rows_in_order(
 def test_rows_are_named_by_file_and_row_group_in_the_order_of_the_table(
     files: list[list[int]], pieces: list[tuple[int, int]]
 ) -> None:
-    order = Order(index_of(files))
+    order = RowOrder(index_of(files))
     asked = Intervals.of([(start, start + size) for start, size in pieces])
     asked = asked.intersection(Intervals.whole(order.index.num_rows))
     expected: dict[tuple[str, int], list[int]] = {}
@@ -73,7 +73,7 @@ def test_rows_are_named_by_file_and_row_group_in_the_order_of_the_table(
 
 
 def test_a_place_is_the_one_that_the_files_have() -> None:
-    order = Order(index_of([[3, 0, 2], [], [0, 4]]))
+    order = RowOrder(index_of([[3, 0, 2], [], [0, 4]]))
     assert [order.place(row) for row in range(9)] == [
         *(("000.parquet", 0, row) for row in range(3)),
         *(("000.parquet", 2, row) for row in range(2)),
@@ -99,7 +99,7 @@ def test_rows_are_named_as_the_file_stores_them_where_that_can_be_known(
     selection = RowSelection(
         table=index.digest, text="", expression="0" * 32, pyarrow="0", group_rows=counts, group_digests=digests
     )
-    order = Order(index, selection)
+    order = RowOrder(index, selection)
     assert order.num_rows == sum(kept)
     expected = []
     for group, rows in enumerate(kept):
@@ -122,7 +122,7 @@ def test_rows_are_named_as_the_file_stores_them_where_that_can_be_known(
 
 
 def test_only_a_few_layouts_are_kept_and_each_is_right() -> None:
-    order = Order(index_of([[5] * 8]))
+    order = RowOrder(index_of([[5] * 8]))
     spec = OrderSpec(seed=3, shuffle=True, window=2)
     keys = [LayoutKey(epoch=epoch, num_lanes=2, rotation=0) for epoch in range(9)]
     first = [order.layout(spec, key).order.tolist() for key in keys]

@@ -24,7 +24,7 @@ from lakeckpt.checkpoint.format.sharing import Sharing, Tiling, are_tiled, is_pa
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.state.tensors import empty_for
 from lakeckpt.checkpoint.state.tree import flatten
-from lakeckpt.checkpoint.state.wholes import Part, Whole, wholes_of
+from lakeckpt.checkpoint.state.wholes import SavedPart, Whole, wholes_of
 from lakeckpt.convert import read_state
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, UnsupportedValue
 from lakeckpt.lake.storage.local import LocalStorage
@@ -288,7 +288,7 @@ def test_parts_that_overlap_lie_outside_or_leave_something_out_are_told() -> Non
         assert untiled((4,), wrong) is not None  # type: ignore[arg-type]
     spec = TensorSpec(key="x", dtype="float32", shape=(4,))
     with pytest.raises(CheckpointDamaged, match="not all of"):
-        Whole(spec=spec, parts=(Part(key="p", offsets=(0,), sizes=(3,)),)).regions((0,), (4,))
+        Whole(spec=spec, parts=(SavedPart(key="p", offsets=(0,), sizes=(3,)),)).regions((0,), (4,))
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from lakeckpt.errors import CheckpointDamaged, DamageWarning
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.agent.rig import RUN, begin
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
+from tests.examples import examples
 
 SLAB = 2 * LEAF_BYTES
 ROW = 1000  # floats: no slab begins where a row does
@@ -153,7 +154,7 @@ def test_every_kept_checkpoint_has_all_its_slabs_and_what_nobody_needs_goes(keep
         assert all(one.dtype == torch.float32 for one in names.values())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     st.lists(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2**20 - 1)), max_size=4), max_size=5),
     st.sampled_from([1, 3 * LEAF_BYTES, 2**30]),

@@ -13,7 +13,7 @@ import pytest
 
 import lakeckpt
 from lakeckpt.cli.plan.columns import ColumnBytes, column_bytes
-from lakeckpt.cli.plan.facts import Topology, plan_facts, warnings_of
+from lakeckpt.cli.plan.facts import PlannedTopology, plan_facts, warnings_of
 from tests.checkpoint.scripts import write_table
 
 Ask = Callable[..., tuple[int, Any]]
@@ -150,7 +150,9 @@ def test_giant_row_groups_are_named(lake: Path) -> None:
     sizes = column_bytes(table, None)
     giant = sizes.decoded.copy()
     giant[4] = 6 * 10**8
-    topology = Topology(world_size=1, workers=0, batch_size=8, num_lanes=None, shuffle=False, window=1, tail="short")
+    topology = PlannedTopology(
+        world_size=1, workers=0, batch_size=8, num_lanes=None, shuffle=False, window=1, tail="short"
+    )
     sizes = ColumnBytes(names=sizes.names, stored=sizes.stored, decoded=giant)
     warnings = warnings_of(plan_facts(table, sizes, topology), table, sizes)
     assert [text for text in warnings if "row group 1 of 'part-1.parquet', to 600 MB" in text]

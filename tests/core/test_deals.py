@@ -15,6 +15,7 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import EpochDeal, Left, Rest, Tail, micro_batches, rows_before, turns
 from lakeckpt.core.receipts import Span
 from lakeckpt.core.streams.stream import StreamDeal
+from tests.examples import examples
 
 Row = tuple[int, int]
 
@@ -75,7 +76,7 @@ def scattered(pieces: list[tuple[int, int]]) -> Intervals:
 lefts = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), max_size=6).map(scattered)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(lefts, st.integers(1, 8), st.integers(1, 7), st.sampled_from(["short", "drop"]), st.integers(0, 9))
 def test_an_epoch_is_dealt_as_the_simulation_deals_it(
     positions: Intervals, num_lanes: int, batch: int, tail: Tail, first: int

@@ -24,6 +24,7 @@ from lakeckpt.errors import StateError, StateMismatch
 from lakeckpt.wire.envelope import dumps
 from tests.core.flow_runs import Counts, Item, Job
 from tests.core.states import identity_of
+from tests.examples import examples
 
 topologies = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 7))
 """(world size, lanes per rank, batch size)"""
@@ -77,7 +78,7 @@ def test_an_epoch_keeps_its_lanes_once_a_position_of_it_has_begun() -> None:
     assert again.begun == (Begun(epoch=0, position=0, offset=1),)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(counts_of, legs)
 def test_each_item_of_an_epoch_is_consumed_once_on_any_chain(numbers: list[int], chain: list[Any]) -> None:
     def counts(epoch: int, at: int) -> int:
@@ -99,7 +100,7 @@ def test_each_item_of_an_epoch_is_consumed_once_on_any_chain(numbers: list[int],
     assert sum(one.size for one in finished) == Intervals.empty().union(*finished).size
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(counts_of.filter(any), legs)
 def test_each_item_of_an_endless_stream_is_consumed_once_on_any_chain(numbers: list[int], chain: list[Any]) -> None:
     def counts(epoch: int, at: int) -> int:
@@ -115,7 +116,7 @@ def test_each_item_of_an_endless_stream_is_consumed_once_on_any_chain(numbers: l
     assert sorted(items) == consumed_by(state, counts, epochs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(counts_of, st.integers(1, 7), st.integers(1, 3), st.integers(0, 9))
 def test_micro_batches_of_lanes_are_the_same_for_every_number_of_ranks_that_divides_the_lanes(
     numbers: list[int], batch_size: int, each: int, switch: int

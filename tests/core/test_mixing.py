@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lakeckpt.core.streams.mixing import Share, fractions
 from lakeckpt.core.streams.turns import CARRIED, MOST_ROWS_OFF, Turns
+from tests.examples import examples
 
 FIBONACCI = [1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, 377, 610, 987]
 weights_of = st.one_of(
@@ -37,7 +38,7 @@ def errors_of(one: Share, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.in
     return [count * sum(one.weights) - row * one.weights[one.source] for row, count in pairs]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(weights_of, st.integers(0, 1), st.integers(1, 9), st.lists(st.integers(0, 10**12), min_size=1, max_size=20))
 def test_every_source_has_its_share_to_within_two_rows_in_every_lane(
     weights: list[float], seed: int, lanes: int, places: list[int]
@@ -80,7 +81,7 @@ def test_no_lane_of_thousands_is_two_rows_off_with_the_deepest_tree_that_weights
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=2, max_size=60), st.integers(0, 3), st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_order_is_the_same_wherever_it_is_entered(weights: list[int], lane: int, data: st.DataObject) -> None:
     turns = Turns(weights, (), 1)
     start = data.draw(st.integers(0, 10**12))
@@ -95,7 +96,7 @@ def test_the_order_is_the_same_wherever_it_is_entered(weights: list[int], lane: 
 
 
 @given(weights_of, st.integers(0, 3), st.integers(0, 10**6), st.integers(1, 70), st.booleans())
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_the_sources_of_a_micro_batch_are_those_that_are_counted(
     weights: list[float], lane: int, turn: int, size: int, whole: bool
 ) -> None:

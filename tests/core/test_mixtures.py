@@ -28,6 +28,7 @@ from lakeckpt.core.streams.mixture import (
 from lakeckpt.errors import StateError
 from lakeckpt.wire.envelope import dumps, loads
 from tests.core.states import identity_of
+from tests.examples import examples
 
 Rows = Counter[tuple[int, int, int]]
 """(source, epoch, position) → how often it was delivered."""
@@ -92,7 +93,7 @@ quick_weights = st.sampled_from([[1, 1, 1, 1], [0, 1, 0, 3], [5, 1, 1, 1], [9, 4
 """Weights of four sources that add up to a power of two: their period is short."""
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     st.lists(st.integers(1, 60), min_size=4, max_size=4),
     st.lists(topologies, min_size=1, max_size=5),
@@ -121,7 +122,7 @@ def test_every_row_of_every_source_counts_once(
 
 
 @given(quick_weights, st.integers(1, 5), st.lists(topologies, min_size=2, max_size=8))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_shares_stay_right_over_changes_of_lanes_and_weights(
     weights: list[float], lanes: int, legs: list[tuple[int, int, int, int]]
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lakeckpt.core.read_ahead import Given, ReadAhead
 from lakeckpt.data.place.deliveries import Deliveries
+from tests.examples import examples
 
 
 class Loop:
@@ -105,7 +106,7 @@ def test_three_rules_hold_at_any_step(span: Given, reason: str) -> None:
         assert reason in judge.reason
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @example(batches=40, at=0, accumulate=4, carries=False, flushes=True, stop_at=[6, 2], epochs=3)
 @given(
     batches=st.integers(1, 40),

@@ -22,6 +22,7 @@ from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.core.state import MAX_LANES, Segment, State
 from lakeckpt.errors import StateError
 from tests.core.states import identity_of, reached_states
+from tests.examples import examples
 
 
 @given(reached_states())
@@ -65,7 +66,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(reached_states(most_rows=60), st.data())
 def test_a_mutated_state_is_refused_as_invalid_or_is_another_state(state: State, data: st.DataObject) -> None:
     plain = copy.deepcopy(json.loads(json.dumps(state.to_plain())))
@@ -271,7 +272,7 @@ def test_receipts_come_back_from_json_as_they_were(receipt: Receipt) -> None:
     assert receipt.weight == weight
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(receipts(), st.data())
 def test_a_mutated_receipt_is_refused_as_invalid_or_is_another(receipt: Receipt, data: st.DataObject) -> None:
     plain = json.loads(json.dumps(receipt.to_plain()))

@@ -26,6 +26,7 @@ from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.testing import assert_exactly_once
 from tests.data.reading import dataset_of, ids
 from tests.data.test_workers_of_others import show_warnings
+from tests.examples import examples
 from tests.reading.filters.filtering import expressions, kept_by_pyarrow, tables, with_deletes
 from tests.tracking.processes import run_processes
 
@@ -108,7 +109,7 @@ def test_the_law_sees_a_count_that_is_wrong(lake: Path, monkeypatch: pytest.Monk
         assert_exactly_once(make_of(open_table(lake)), topologies=[(1, 0)], chains=0)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(data=st.data(), shuffle=st.booleans(), ranks=st.integers(1, 3))
 def test_delivered_rows_are_those_of_pyarrows_filter(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, shuffle: bool, ranks: int

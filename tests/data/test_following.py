@@ -28,6 +28,7 @@ from lakeckpt.errors import (
 from lakeckpt.reading.filters.row_filter import RowFilter
 from tests.data.growing import AT_ONCE, NOT_THIRDS, Growing, Run, follower, ranks_in_one_process
 from tests.data.reading import as_json, flat, some
+from tests.examples import examples
 from tests.tracking.processes import run_processes
 
 
@@ -46,7 +47,7 @@ ATTEMPTS = st.tuples(
 )
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     first=st.integers(0, 60),
     attempts=st.lists(ATTEMPTS, min_size=1, max_size=6),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lakeckpt import LakeLoader, open_table
 from lakeckpt.testing import Attempt, assert_exactly_once, histories, replay, topologies
 from tests.data.reading import dataset_of
+from tests.examples import examples
 from tests.lakes import LakeSpec, tables
 
 SHAPES = [(1, 0), (2, 0), (3, 0), (4, 0, {"num_lanes": 8}), (2, 0, {"batch_size": 3})]
@@ -66,7 +67,7 @@ def test_every_row_counts_once_row_by_row(lake: Path, case: dict[str, Any]) -> N
 
 
 @pytest.mark.filterwarnings("ignore:.* windows of .* row groups are open at once")
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     spec=tables(max_columns=2),
     history=histories(topologies(max_world_size=6, max_batch_size=9, max_lanes=13), max_attempts=6, max_steps=10),
@@ -90,7 +91,7 @@ def test_any_history_of_any_table_counts_every_row_once(
     replay(make_of(make_lake(spec), **ends, **order, **ahead), history)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     spec=tables(max_columns=1, max_group_rows=7),
     history=histories(topologies(max_world_size=4, max_lanes=9), max_attempts=5, max_steps=9),

@@ -23,6 +23,7 @@ from lakeckpt import LakeDataset, LakeLoader, ReadOptions, open_table
 from lakeckpt.data.ahead import Ahead
 from lakeckpt.errors import ConfigError, StateError, StateMismatch, StateUnavailable
 from tests.data.reading import ROWS, as_json, dataset_of, flat, ids, loader_of, some
+from tests.examples import examples
 from tests.lakes import LakeSpec
 
 EVERY = list(range(ROWS))
@@ -304,7 +305,7 @@ def test_a_copy_of_a_loader_whose_workers_persist_goes_on_with_workers_of_its_ow
     assert before + flat(loader) == whole
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     rows=st.integers(0, 30),
     batch_size=st.integers(1, 7),

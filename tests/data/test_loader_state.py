@@ -19,6 +19,7 @@ from lakeckpt.core.state import State
 from lakeckpt.errors import StateError, StateUnavailable
 from lakeckpt.testing.observed import positions_of
 from tests.data.reading import ROWS, as_json, flat, ids, loader_of, some
+from tests.examples import examples
 from tests.lakes import LakeSpec
 
 
@@ -204,7 +205,7 @@ def stretched(loader: LakeLoader, at: Receipt | None = None) -> dict[int, Interv
     return found
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     st.lists(
         st.tuples(

@@ -25,6 +25,7 @@ from lakeckpt.errors import ConfigError, MissingRanksError, StateError, StateMis
 from lakeckpt.testing import assert_exactly_once
 from tests.data.flow_jobs import count_of, cut, items, job_store, loader_of, run_ranks, whole
 from tests.data.reading import ROWS, as_json, dataset_of, same, some, table_of, until_error
+from tests.examples import examples
 from tests.patience import PATIENCE_S
 
 __all__ = ["job_store"]
@@ -100,7 +101,7 @@ topologies = st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 6), 
 """(world size, lanes per rank, batch size, steps)"""
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(topologies, max_size=3), st.integers(1, 3))
 def test_every_yielded_row_counts_once_on_any_chain_of_ranks(
     lake: Path, job_store: Any, chain: list[tuple[int, int, int, int]], last: int

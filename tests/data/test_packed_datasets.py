@@ -29,6 +29,7 @@ from lakeckpt import (
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.state import State
 from lakeckpt.lake.parquet.footer import TAIL_BYTES
+from tests.examples import examples
 from tests.reading.cases import counted
 
 LENGTH = 8
@@ -73,7 +74,7 @@ topologies = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), 
 """Ranks, lanes of each rank, sequences of a batch, steps up to the checkpoint, steps lost after it."""
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     st.lists(st.lists(st.integers(0, 30), max_size=12), min_size=1, max_size=3),
     st.lists(topologies, max_size=4),

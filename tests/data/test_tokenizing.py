@@ -19,6 +19,7 @@ from lakeckpt.data.flows.fingerprints import rows_digest
 from lakeckpt.errors import ConfigError, NullValueError, SchemaError, StateMismatch
 from tests.data.flow_jobs import job_store, run_loaders
 from tests.data.reading import as_json, same, some
+from tests.examples import examples
 
 __all__ = ["job_store"]
 
@@ -130,7 +131,7 @@ topologies = st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), 
 """(world size, lanes per rank, batch size, steps)"""
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(topologies, max_size=3), st.integers(1, 3))
 def test_each_token_counts_once_on_any_chain_of_ranks(
     texts: Path, job_store: Any, chain: list[tuple[int, int, int, int]], last: int

@@ -23,6 +23,7 @@ from lakeckpt.errors import ConfigError, NullValueError, SchemaError, StateError
 from lakeckpt.testing import assert_exactly_once
 from tests.data.flow_jobs import job_store, run_loaders
 from tests.data.reading import as_json, same, some
+from tests.examples import examples
 
 __all__ = ["job_store"]
 
@@ -134,7 +135,7 @@ topologies = st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), 
 """(world size, lanes per rank, batch size, steps, whether the job is killed before it saves)"""
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=30),
     st.lists(topologies, max_size=3),
@@ -166,7 +167,7 @@ def store_of(store: Any) -> Any:
     return lambda world_size: store
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 9)), min_size=1, max_size=3))
 def test_endless_streams_repeat_no_document_of_an_epoch(folder: Path, chain: list[tuple[int, int, int]]) -> None:
     state, batches = None, list[Any]()

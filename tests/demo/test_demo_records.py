@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lakeckpt.demo.records import Step, Writer, count_tokens, read_launches, record_path, surviving_steps
+from lakeckpt.demo.records import RecordedStep, Writer, count_tokens, read_launches, record_path, surviving_steps
 
 LAKE = {"code": np.arange(100, dtype=np.int64)}
 
@@ -106,7 +106,7 @@ def test_tokens_lost_repeated_and_of_no_table_are_counted(tmp_path: Path) -> Non
     write_launch(tmp_path, 1, 50, [51], epoch=1)
     *history, next_epoch = surviving_steps(read_launches(tmp_path))
 
-    def counted(steps: Sequence[Step], lake: Mapping[str, npt.NDArray[np.int64]] = LAKE) -> list[int]:
+    def counted(steps: Sequence[RecordedStep], lake: Mapping[str, npt.NDArray[np.int64]] = LAKE) -> list[int]:
         whole, begun = count_tokens([*steps, next_epoch], lake)
         assert (whole.complete, begun.complete) == (True, False)
         return [whole.counted, whole.lost, whole.repeated]

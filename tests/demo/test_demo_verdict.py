@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from lakeckpt.checkpoint.ledger.report import AuditReport, EpochAudit, ReaderAudit
-from lakeckpt.demo.records import Launch, Packed, Step
+from lakeckpt.demo.records import Launch, Packed, RecordedStep
 from lakeckpt.demo.scenario import LENGTH, DemoConfig, Fault, Phase
 from lakeckpt.demo.supervise import Death
-from lakeckpt.demo.verdict import Job, Verdict, judge
+from lakeckpt.demo.verdict import RecordedJob, Verdict, judge
 
 LAKE = {"code": np.arange(48 * LENGTH)}
 
@@ -41,12 +41,12 @@ def audited(*once: int, doubts: tuple[str, ...] = ()) -> AuditReport:
 PROVED = audited(48, 48, 8)
 
 
-def step(number: int, launch: int, ranks: int) -> Step:
+def step(number: int, launch: int, ranks: int) -> RecordedStep:
     """Step ``number``: four sequences of an epoch of 48, dealt to ``ranks`` ranks."""
     epoch, turn = divmod(number - 1, 12)
     firsts = range(turn * 4 * LENGTH, (turn + 1) * 4 * LENGTH, LENGTH)
     sequences: list[Packed] = [("code", epoch, tuple(range(first, first + LENGTH))) for first in firsts]
-    return Step(
+    return RecordedStep(
         launch=launch,
         step=number,
         used={rank: tuple(sequences[rank::ranks]) for rank in range(ranks)},
@@ -66,33 +66,33 @@ def launch(number: int, ranks: int, restored: int, last: int, *, ended: bool = F
     )
 
 
-def job(launches: Sequence[Launch], faults: Sequence[Fault]) -> Job:
+def job(launches: Sequence[Launch], faults: Sequence[Fault]) -> RecordedJob:
     phases = [
         Phase(world_size=one.world_size, workers=1, fault=fault)
         for one, fault in zip(launches, [*faults, None], strict=True)
     ]
     config = DemoConfig(lake="lake", folder="folder", steps=26, save_every=4, phases=tuple(phases))
     deaths = tuple(Death(fault=fault, processes=1) for fault in faults)
-    return Job(config=config, deaths=deaths, launches=tuple(launches))
+    return RecordedJob(config=config, deaths=deaths, launches=tuple(launches))
 
 
 FAULTS = (Fault(rank=1, step=7, point="before-update"), Fault(rank=0, step=15, point="before-cut"))
 
 
-def calm() -> Job:
+def calm() -> RecordedJob:
     return job([launch(0, 2, 0, 26, ended=True)], [])
 
 
-def rough() -> Job:
+def rough() -> RecordedJob:
     return job([launch(0, 2, 0, 6), launch(1, 2, 4, 15), launch(2, 4, 12, 26, ended=True)], FAULTS)
 
 
-def with_launch(facts: Job, number: int, change: Callable[[Launch], Launch]) -> Job:
+def with_launch(facts: RecordedJob, number: int, change: Callable[[Launch], Launch]) -> RecordedJob:
     launches = [change(one) if one.launch == number else one for one in facts.launches]
     return dataclasses.replace(facts, launches=tuple(launches))
 
 
-def with_step(number: int, change: Callable[[Step], Step]) -> Callable[[Launch], Launch]:
+def with_step(number: int, change: Callable[[RecordedStep], RecordedStep]) -> Callable[[Launch], Launch]:
     return lambda one: dataclasses.replace(one, steps={**one.steps, number: change(one.steps[number])})
 
 
@@ -108,47 +108,47 @@ def test_an_exact_history_is_green() -> None:
     assert any("differ by at most 1.0e-07" in check.seen for check in verdict.checks)
 
 
-def lost_a_token(facts: Job) -> Job:
+def lost_a_token(facts: RecordedJob) -> RecordedJob:
     less = with_step(3, lambda one: dataclasses.replace(one, used={**one.used, 1: one.used[1][1:]}))
     return with_launch(facts, 0, less)
 
 
-def repeated(number: int) -> Callable[[Job], Job]:
-    def twice(one: Step) -> Step:
+def repeated(number: int) -> Callable[[RecordedJob], RecordedJob]:
+    def twice(one: RecordedStep) -> RecordedStep:
         return dataclasses.replace(one, used={**one.used, 0: (*one.used[0], one.used[0][0])})
 
     return lambda facts: with_launch(facts, 2, with_step(number, twice))
 
 
-def a_token_of_no_table(facts: Job) -> Job:
+def a_token_of_no_table(facts: RecordedJob) -> RecordedJob:
     other = with_step(3, lambda one: dataclasses.replace(one, used={**one.used, 1: (("code", 0, (4000,)),)}))
     return with_launch(facts, 0, other)
 
 
-def no_complete_epoch(facts: Job) -> Job:
+def no_complete_epoch(facts: RecordedJob) -> RecordedJob:
     return job([launch(0, 2, 0, 6), launch(1, 2, 4, 15), launch(2, 4, 6, 8, ended=True)], FAULTS)
 
 
-def other_weights(facts: Job) -> Job:
+def other_weights(facts: RecordedJob) -> RecordedJob:
     return with_launch(facts, 1, with_step(11, lambda one: dataclasses.replace(one, digest="other")))
 
 
-def other_loss(facts: Job) -> Job:
+def other_loss(facts: RecordedJob) -> RecordedJob:
     return with_launch(facts, 1, with_step(11, lambda one: dataclasses.replace(one, loss=one.loss * (1 + 1e-15))))
 
 
-def tokens_in_another_order(facts: Job) -> Job:
+def tokens_in_another_order(facts: RecordedJob) -> RecordedJob:
     swapped = with_step(11, lambda one: dataclasses.replace(one, used={0: one.used[1], 1: one.used[0]}))
     return with_launch(facts, 1, swapped)
 
 
-def other_tokens_in_a_stable_step(facts: Job) -> Job:
+def other_tokens_in_a_stable_step(facts: RecordedJob) -> RecordedJob:
     a, b = (facts.launches[2].steps[number] for number in (20, 21))
     facts = with_launch(facts, 2, with_step(20, lambda one: dataclasses.replace(one, used=b.used)))
     return with_launch(facts, 2, with_step(21, lambda one: dataclasses.replace(one, used=a.used)))
 
 
-def a_step_nobody_made(facts: Job) -> Job:
+def a_step_nobody_made(facts: RecordedJob) -> RecordedJob:
     return with_launch(
         facts,
         1,
@@ -158,11 +158,11 @@ def a_step_nobody_made(facts: Job) -> Job:
     )
 
 
-def a_fault_that_never_struck(facts: Job) -> Job:
+def a_fault_that_never_struck(facts: RecordedJob) -> RecordedJob:
     return dataclasses.replace(facts, deaths=facts.deaths[:1])
 
 
-def an_end_that_never_came(facts: Job) -> Job:
+def an_end_that_never_came(facts: RecordedJob) -> RecordedJob:
     return with_launch(facts, 2, lambda one: dataclasses.replace(one, ended=False))
 
 
@@ -184,7 +184,7 @@ def an_end_that_never_came(facts: Job) -> Job:
         (an_end_that_never_came, "Every fault happened"),
     ],
 )
-def test_each_way_to_be_wrong_is_red_and_named(damage: Callable[[Job], Job], claim: str) -> None:
+def test_each_way_to_be_wrong_is_red_and_named(damage: Callable[[RecordedJob], RecordedJob], claim: str) -> None:
     verdict = judge(calm(), damage(rough()), LAKE, PROVED)
     assert not verdict.green
     assert any(claim in one for one in failed(verdict)), failed(verdict)

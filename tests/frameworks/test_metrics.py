@@ -21,6 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import lakeckpt
 from lakeckpt import counters
+from lakeckpt.bubbles import Bubbles
 from lakeckpt.errors import ConfigError
 from lakeckpt.metrics import METRICS, Collector, readings
 from lakeckpt.metrics.open_telemetry import instrument_name
@@ -46,10 +47,10 @@ def job(tmp_path: Path) -> Iterator[Iterator[int]]:
     loader = lakeckpt.LakeLoader(lakeckpt.LakeDataset(table, batch_size=8, shuffle=True, drop_last=True))
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    state = {"model": model, "optimizer": optimizer, "train": loader}
+    state, bubbles = {"model": model, "optimizer": optimizer, "train": loader}, Bubbles()
 
     def loop() -> Iterator[int]:
-        with lakeckpt.CheckpointManager(tmp_path / "run", state, persist_every=5) as manager:
+        with lakeckpt.CheckpointManager(tmp_path / "run", state, persist_every=5, bubbles=bubbles) as manager:
             manager.restore()
             for step in itertools.count(1):
                 batch = next(batches)
@@ -62,7 +63,7 @@ def job(tmp_path: Path) -> Iterator[Iterator[int]]:
 
     def endless() -> Iterator[Any]:
         while True:
-            yield from loader
+            yield from bubbles.watch(loader)
 
     batches = endless()
     running = loop()

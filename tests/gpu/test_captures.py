@@ -16,7 +16,7 @@ from torch import nn
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.capture.links import Batch, Link, Ticket
+from lakeckpt.checkpoint.capture.links import CopyBatch, Link, Ticket
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import UnannouncedChange
@@ -38,7 +38,7 @@ class Unordered(Link):
 class Late(Link):
     """A link whose copies come long after they were queued."""
 
-    def copy(self, batch: Batch, /) -> Ticket:
+    def copy(self, batch: CopyBatch, /) -> Ticket:
         with self._copying():
             torch.cuda._sleep(LONG_CYCLES // 4)
         return super().copy(batch)

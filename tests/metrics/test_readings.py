@@ -238,7 +238,7 @@ def test_rows_that_an_epoch_leaves_out_are_named_by_their_reason(lake: Path) -> 
 
 def test_looking_at_a_loader_changes_nothing_of_it_and_counts_no_filter(lake: Path) -> None:
     loader = loader_of(lake, filters=[("id", "<", 50)])
-    loader._counting.begin(loader)
+    loader._counting.begin(loader.dataset)
     readings()
     assert not loader._progress.begun
     assert loader.dataset._versions.at_hand.selecting._found is None  # type: ignore[union-attr]

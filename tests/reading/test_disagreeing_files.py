@@ -12,7 +12,7 @@ import pytest
 import lakeckpt
 from lakeckpt.errors import SchemaError
 from lakeckpt.lake.table.index import TableIndex
-from lakeckpt.lake.table.joined import Part, joined
+from lakeckpt.lake.table.joined import SomeFiles, joined
 from lakeckpt.lake.table.version import PLAIN
 
 SAID = r"'x' is int32 in '1.parquet', but string in '2.parquet': leave it out"
@@ -104,7 +104,10 @@ def test_files_that_are_added_to_a_table_that_is_followed_may_disagree_about_oth
     index = lakeckpt.open_table(folder).index
     first = lakeckpt.open_table([f"{folder}/1.parquet"]).index
     assert "x" in first.schema.names
-    for parts in ([Part(index=first, left={}), Part(index=index)], [Part(index=index, left={}), Part(index=first)]):
+    for parts in (
+        [SomeFiles(index=first, left={}), SomeFiles(index=index)],
+        [SomeFiles(index=index, left={}), SomeFiles(index=first)],
+    ):
         assert "x" not in joined(parts, version=PLAIN, known=set(), needed={"id"}).schema.names
         with pytest.raises(SchemaError, match="column 'x' of the files that were added"):
             joined(parts, version=PLAIN, known=set(), needed={"id", "x"})

@@ -15,6 +15,7 @@ from lakeckpt import Batch, LakeDataset, LakeLoader, open_table
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing import Attempt, Topology, assert_exactly_once, histories, replay, topologies
 from tests.data.reading import dataset_of
+from tests.examples import examples
 from tests.lakes import LakeSpec, tables
 from tests.testing.wrong_loaders import UNTRACKED, WRONG, Wrapped, make_of
 
@@ -175,7 +176,7 @@ def test_histories_print_as_the_source_that_makes_them(history: list[Attempt]) -
 
 
 @pytest.mark.soak
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     spec=tables(nulls=False, max_group_rows=8),
     history=histories(topologies(max_batch_size=6, max_lanes=8), max_attempts=4, max_steps=8),

@@ -1,1 +1,17 @@
-"""Checkpoints of one cut: captured, staged, persisted, verified, committed; and the record of all of them."""
+"""This package captures, stages, persists, verifies and commits checkpoints of one cut, and keeps their record.
+
+::
+
+    training loop → [manager] ([arguments], [ranks]): restore, step, save, wait, close
+                        |
+           restore      |  [restore/] ← newest checkpoint, or a cut in memory; then [opening] makes what saves
+                        v
+           a step       [consumed/]: which rows were used → [schedule]: does a save fall here? [preemption/]: a signal?
+                        |
+           a save       [sync_save] → [state/] -----------------------------> [persist/] → commit in the log
+                        [async_save] → [capture/] in [bubbles/] → [arena/] → [agent/] → [persist/]
+                        |
+                        [report] → handle, `on_save`; [outage]: a failed save is tried again
+
+    a run → [load]: objects; [rollback]: an order in its log; [ledger/]: the proof; [interop/]: formats of others.    [format/]: values of all of these
+"""

@@ -2,7 +2,7 @@
 
 `load` begins no attempt and writes nothing to the run, so that no trainer is superseded. Rank 0 chooses the checkpoint
 from the log. All ranks compare it with their objects and vote. Then all ranks load it and vote again, as a restore
-does. The trainer may remove a checkpoint while it is read. Rank 0 then reads the log once more: where a newer commit
+does. The trainer may remove a checkpoint while it is read. Rank 0 then reads the log once more: if a newer commit
 had leave to remove the checkpoint, the checkpoint is not damaged, and the newest (or best) one of that time is taken.
 Objects that the caller did not name are not read. Random states stay as they are.
 
@@ -55,11 +55,11 @@ def load(
         state: name → object with ``state_dict`` and ``load_state_dict``, under the names that the run has for them. All
             of them, or some: what is not named is not read.
         step: the optimizer step whose checkpoint is loaded; ``"best"``: the one with the best ``metric`` of those that
-            are kept (the lowest, or the highest where the run's ``Keep(best=…, best_is="highest")`` says so); None: the
-            newest. Where the newest (or best) checkpoint is damaged, the next one is loaded, with a `DamageWarning`.
+            are kept (the lowest, or the highest if the run's ``Keep(best=…, best_is="highest")`` says so); None: the
+            newest. If the newest (or best) checkpoint is damaged, the next one is loaded, with a `DamageWarning`.
         group: the torch process group (or one-dimensional DeviceMesh) whose ranks load together; default: all ranks of
-            torch.distributed, where that is initialized. As many as saved, or more, or fewer.
-        rank, world_size: checked against the group's, where given. ``world_size=1``: this process loads alone, whatever
+            torch.distributed, if that is initialized. As many as saved, or more, or fewer.
+        rank, world_size: checked against the group's, if given. ``world_size=1``: this process loads alone, whatever
             torch.distributed says.
         storage_options: for fsspec.
         timeout_s: how long a rank waits for another one, in seconds.
@@ -67,9 +67,9 @@ def load(
     Returns which checkpoint was loaded: its ``step``, ``metric``, ``slot`` and more. Random states stay as they are.
     Collective over the ranks; all of them load the same checkpoint.
 
-    Raises, on every rank, `CheckpointMismatch` listing all that does not fit and `StateError` where a reader refuses
-    its state, with nothing changed on any; `CheckpointNotFound` where there is no such checkpoint (any more), with the
-    steps that can be loaded; `CheckpointDamaged` where none is whole; `NewerFormat`, `ConfigError` and `StorageError`.
+    Raises, on every rank, `CheckpointMismatch` listing all that does not fit and `StateError` if a reader refuses
+    its state, with nothing changed on any; `CheckpointNotFound` if there is no such checkpoint (any more), with the
+    steps that can be loaded; `CheckpointDamaged` if none is whole; `NewerFormat`, `ConfigError` and `StorageError`.
     """
     objects = checked_state(state)
     if step != "best" and step is not None and (type(step) is not int or step < 0):

@@ -129,7 +129,11 @@ class CheckpointManager:
         self._preemption = Preemption(
             save_on, self._exchange, lambda: reporter.saved_step, grace_s=grace_s, requeue=requeue
         )
-        given = {"persist_every": str(every), "capture_every": capture_every, "keep": self._settings.keep}
+        given: dict[str, object] = {
+            "persist_every": str(every),
+            "capture_every": capture_every,
+            "keep": self._settings.keep,
+        }
         given |= {"fail_after": fail_after_s, "exclusive": exclusive, "save_on": self._preemption.names}
         self._shared = shared_settings(**given)
         self._schedule = Schedule(every, self._exchange, self._waiter, outage)

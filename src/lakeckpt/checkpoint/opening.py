@@ -98,7 +98,7 @@ def open_saves(
 
     ``gate`` says when slices may move; None: at once. ``counters`` count captures.
 
-    Raises `AgentError` where no agent can be started, `ArenaError` where the folder cannot hold arenas.
+    Raises `AgentError` if no agent can be started, `ArenaError` if the folder cannot hold arenas.
     """
     journal = Journal(tracks, step, pending=attempt.pending, recorded=attempt.recorded)
     if place is not None:

@@ -52,7 +52,7 @@ def check_topology(exchange: Exchange, rank: int | None, world_size: int | None)
 
 
 def check_shared(exchange: Exchange, settings: Mapping[str, str]) -> None:
-    """Raise `TrackingError`, on every rank, where the ranks were given different ``settings``: name → value.
+    """Raise `TrackingError`, on every rank, if the ranks were given different ``settings``: name → value.
 
     Collective. Ranks that save at different steps would wait for each other until their time is over.
     """

@@ -48,7 +48,7 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """Whether the result of the save is known. ``step`` and ``wait`` of the manager, and `wait`, update this."""
+        """True if the result of the save is known. ``step`` and ``wait`` of the manager, and `wait`, update this."""
         return self._result is not None
 
     def wait(self) -> CheckpointInfo:
@@ -90,7 +90,7 @@ class Reporter:
 
     def report(self, results: Iterable[Saved], *, wanted: int | None = None) -> None:
         """Report ``results``. A failure after the newest commit is raised; the failure of a save that was skipped for
-        another save is raised only if it is the save of step ``wanted``. What ``on_save`` raises is raised when all
+        another save is raised only if it is the save of step ``wanted``. An error of ``on_save`` is raised when all
         ``results`` are recorded."""
         failure, remarks = None, Remarks()
         raised: Exception | None = None

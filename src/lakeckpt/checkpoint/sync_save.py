@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lakeckpt.checkpoint.capture.links import Batch, Link, Ticket, open_link
+from lakeckpt.checkpoint.capture.links import CopyBatch, Link, Ticket, open_link
 from lakeckpt.checkpoint.capture.moves import flat_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests, leaves_of_all, short_digest
@@ -155,7 +155,7 @@ def _through_slices(tensors: Mapping[str, torch.Tensor], link: Link) -> dict[str
     for number in range(_SLICES):
         free.put(memory[number * _SLICE_BYTES : (number + 1) * _SLICE_BYTES])
 
-    def unload(slice_: torch.Tensor, pieces: list[_Piece], ticket: Ticket, _kept: Batch) -> list[bytes]:
+    def unload(slice_: torch.Tensor, pieces: list[_Piece], ticket: Ticket, _kept: CopyBatch) -> list[bytes]:
         try:
             ticket.wait()
             found, data = [], slice_.numpy()
@@ -174,7 +174,7 @@ def _through_slices(tensors: Mapping[str, torch.Tensor], link: Link) -> dict[str
             for pieces, sources in _slices_of(tensors, link):
                 slice_ = free.get()
                 to = [slice_[at : at + stop - start] for _, start, stop, at in pieces]
-                batch = Batch(list(zip(to, sources, strict=True)))
+                batch = CopyBatch(list(zip(to, sources, strict=True)))
                 jobs.append((pieces, pool.submit(unload, slice_, pieces, link.copy(batch), batch)))
         for pieces, job in jobs:
             for (key, *_), found in zip(pieces, job.result(), strict=True):

@@ -1,1 +1,10 @@
-"""This package holds the command line: thin commands that print tables for people, or JSON for programs."""
+"""This package holds the command line: thin commands that print tables for people, or JSON for programs.
+
+::
+
+    arguments → [main] → the module of the command → [output] → text, or JSON
+                              |
+         a table:    [plan/]
+         a run, by [run_arguments]:    [inspect], [verify], [audit], [explain], [explore/], [rollback], [convert]
+         this node:  [doctor]
+"""

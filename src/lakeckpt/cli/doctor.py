@@ -126,7 +126,7 @@ def _advise(folder: str, left: Sequence[Mapping[str, Any]], logs: int) -> None:
         return
     print(f"left  {_sum_of(left)} and {format_count(logs, 'log')} of agents that have ended")
     if any(one["steps"] for one in left):
-        print("A job that is started again here may go on from a cut in memory. Where no job will be started again:")
+        print("A job that is started again here may go on from a cut in memory. If no job will be started again:")
     where = "" if folder == ArenaFolder().path else f" --arenas {shlex.quote(folder)}"
     print(f"  lakeckpt doctor{where} --reclaim")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from lakeckpt.checkpoint.ledger.documents import Documents
+from lakeckpt.checkpoint.ledger.documents import DocumentFinder
 from lakeckpt.checkpoint.ledger.explain import MicroBatch, RankRows, ReaderStep, StepExplained, explain
 from lakeckpt.cli.output import TextTable, format_count, format_rows, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run, options_of
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", action="store_true", help="every row, in the order in which it was read")
     parser.add_argument("--table", metavar="TABLE", help="name the documents of packed sequences, read from this table")
     parser.add_argument("--table-options", metavar="JSON", help="for the store of the table, as fsspec takes them")
-    parser.add_argument("--reader", metavar="NAME", help="with --table: the reader of it, where several are packed")
+    parser.add_argument("--reader", metavar="NAME", help="with --table: the reader of it, if several are packed")
     parser.add_argument("--column", default="tokens", metavar="C", help="with --table: as pack(column=…) (tokens)")
     for side in ("before", "after"):
         parser.add_argument(f"--{side}", default="", metavar="T,…", help=f"with --table: as pack({side}=…) (none)")
@@ -50,11 +50,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _documents(args: argparse.Namespace) -> Documents:
+def _documents(args: argparse.Namespace) -> DocumentFinder:
     with progress_bar("footers", show=not args.json) as progress:
         table = open_table(args.table, storage_options=options_of(args.table_options), progress=progress)
     before, after = _tokens("--before", args.before), _tokens("--after", args.after)
-    return Documents(table, column=args.column, before=before, after=after, reader=args.reader)
+    return DocumentFinder(table, column=args.column, before=before, after=after, reader=args.reader)
 
 
 def _tokens(option: str, text: str) -> tuple[int, ...]:

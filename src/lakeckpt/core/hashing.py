@@ -86,7 +86,7 @@ def permutation(key: tuple[int, int], count: int) -> Int64Array:
 def places_in_order(words: UInt64Array) -> Int64Array:
     """Return the places of ``words`` (uint64, shape (n,), distinct) in ascending order of words (int64, shape (n,)).
 
-    It is ``np.argsort``, in a third of the time where the words are hashes: numpy sorts 16-bit numbers by counting, so
+    It is ``np.argsort``, in a third of the time if the words are hashes: numpy sorts 16-bit numbers by counting, so
     the upper two 16-bit digits are sorted one after the other, from the lower to the upper one. The few neighbours that
     do not differ in these digits are sorted by the whole words afterwards.
     """

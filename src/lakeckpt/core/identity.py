@@ -16,7 +16,7 @@ from lakeckpt.wire.documents import Count, Positive, as_row
 __all__ = ["MAX_ROWS", "Exhausted", "Identity", "Maker", "Mixing"]
 
 Exhausted = Literal["next_epoch", "stop", "continue"]
-"""What happens when a source of a mixture is through its first epoch."""
+"""The behaviour of a mixture when a source is through its first epoch."""
 
 MAX_ROWS = 1 << 56
 """The most rows of an epoch, and of all micro-batches of a state together: below it no product overflows 64 bits."""
@@ -25,7 +25,7 @@ MAX_ROWS = 1 << 56
 @as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Maker:
-    """What makes items of a position."""
+    """The transform or tokenizer that makes items of a position."""
 
     name: str
     """The name of a transform, or of a tokenizer; empty for whole documents."""
@@ -35,7 +35,7 @@ class Maker:
     """Tokens of a sequence; 0 for a transform."""
     fingerprint: str = field(default="", compare=False)
     """``form:`` and the digest of a tokenizer's serialised form, or ``rows:`` and the digest of what some rows of the
-    table give; empty where there is none. Ranks need not agree on it: the states of a job keep that of its first rank.
+    table give; empty if there is none. Ranks need not agree on it: the states of a job keep that of its first rank.
     """
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class Maker:
 
     def differences(self, its: Maker, *, same_rows: bool) -> list[str]:
         """Return one line for each thing in which ``its`` differs, led by its name. ``same_rows``: whether both
-        fingerprints are of the same rows, where they are of rows."""
+        fingerprints are of the same rows, if they are of rows."""
         lines, words = [], "{!r} in this dataset, {!r} in the state"
         if self.length != its.length:
             lines.append(f"length: {words.format(self.length, its.length)}")
@@ -81,7 +81,7 @@ class Identity:
     version: str = field(default="", compare=False)
     """The format's name for the table version, for people; empty if it has none. It decides nothing."""
     maker: Maker | None = None
-    """What makes any number of items of a position, so that consumption depends on the data; None: a position is one
+    """The maker of any number of items of a position, so that consumption depends on the data; None: a position is one
     item."""
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class Mixing:
     names: tuple[str, ...]
     seed: int
     whole: bool
-    """Whether a micro-batch is of one source."""
+    """True if a micro-batch is of one source."""
     weights: tuple[int, ...] = field(default=(), compare=False)
     """At the start, as `lakeckpt.core.streams.mixing.fractions` returns them."""
     exhausted: Exhausted = field(default="next_epoch", compare=False)

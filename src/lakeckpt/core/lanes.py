@@ -85,7 +85,7 @@ def turns(done: int, num_lanes: int) -> Int64Array:
 
 
 def micro_batches(rows: int, num_lanes: int, batch_size: int, tail: Tail) -> int:
-    """Return T: how many micro-batches each lane gives, where ``num_lanes`` lanes share ``rows`` rows.
+    """Return T: how many micro-batches each lane gives, if ``num_lanes`` lanes share ``rows`` rows.
 
     >>> micro_batches(41, 4, 5, "short"), micro_batches(41, 4, 5, "drop")
     (3, 2)
@@ -149,7 +149,8 @@ class EpochDeal:
 
     @cached_property
     def end(self) -> int:
-        """One past the last micro-batch that any rank needs: trailing ones without a row do not count."""
+        """``first`` plus the number of micro-batches of this deal. Trailing micro-batches without a row do not
+        count."""
         if not self.count:
             return self.first
         before = self._before(np.full(self.num_lanes, self.count - 1))

@@ -41,7 +41,7 @@ class OrderSpec:
     seed: int
     shuffle: bool
     window: int
-    """Row groups per window; 1 where nothing is shuffled."""
+    """Row groups per window; 1 if nothing is shuffled."""
 
     def __post_init__(self) -> None:
         if not -(2**63) <= self.seed < 2**64:
@@ -84,7 +84,7 @@ class Window:
     def permutation(self) -> Int64Array | None:
         """Return, for each position less ``start``, the row of the concatenated fragments (int64, shape (rows,)).
 
-        None where the rows stand in the fragments' order.
+        None if the rows stand in the fragments' order.
         """
         return None if self.key is None else permutation(self.key, self.rows)
 
@@ -143,7 +143,7 @@ class EpochLayout:
     first: int = 0
     """The token at which position 0 begins."""
     following: tuple[Int64Array, Int64Array] | None = field(default=None, repr=False, compare=False)
-    """`order` and `begins` of the next epoch, where the last position goes on there; None: it is shorter."""
+    """`order` and `begins` of the next epoch, if the last position goes on there; None: it is shorter."""
 
     @classmethod
     def build(

@@ -56,7 +56,8 @@ class ReadAhead:
 
     def __init__(self) -> None:
         self._counts: list[int] = []
-        """The batches of the first steps, but for those that came after the end of an iteration: of what was left."""
+        """The number of batches of each of the first steps. Steps that the end of an iteration cut short do not
+        count."""
         self._restarted = False
         """True if an iteration began with the last of them."""
         self.reason = ""

@@ -49,7 +49,7 @@ class LaneMove:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneRead:
-    """What was read of a lane for one micro-batch, before the micro-batch has a step."""
+    """The items that were read of a lane for one micro-batch, before the micro-batch has a step."""
 
     move: LaneMove
     spans: tuple[Span, ...]
@@ -63,11 +63,11 @@ class Receipt:
     """The rows of one micro-batch, and the step and rank that it was dealt to."""
 
     epoch: int
-    """The epoch at hand; of an endless stream 0: its spans name the epochs."""
+    """The current epoch; of an endless stream 0: its spans name the epochs."""
     micro_batch: int
     """Its number m over the whole job, per epoch."""
     lane: int
-    """The lane that it comes from; -1 where an epoch's last rows are dealt out equally."""
+    """The lane that it comes from; -1 if an epoch's last rows are dealt out equally."""
     step: int
     """The step of this rank, per epoch."""
     rank: int
@@ -83,9 +83,9 @@ class Receipt:
     reader: str = ""
     """`lakeckpt.core.identity.Identity.digest` of the reader; empty: not named."""
     last: bool | None = field(default=None, compare=False)
-    """Whether it is the last of its rank in the epoch, or in a mixture that ends; of an endless stream never. None
-    where only the data tell: the rows of a transform with ``rows="many"``, of a ``tokenizer=`` or of whole documents,
-    and a table that is followed."""
+    """True if it is the last of its rank in the epoch, or in a mixture that ends; of an endless stream never. None if
+    only the data tell: the rows of a transform with ``rows="many"``, of a ``tokenizer=`` or of whole documents, and a
+    table that is followed."""
     items: Count | None = None
     """The rows of the micro-batch, if consumption depends on the data; None: one row for each position."""
     moves: tuple[LaneMove, ...] = ()
@@ -123,6 +123,6 @@ class Receipt:
 
     @classmethod
     def from_plain(cls, plain: object) -> Receipt:
-        """Return the receipt that `to_plain` made ``plain`` of; StateError where it is none."""
+        """Return the receipt that `to_plain` made ``plain`` of; StateError if it is none."""
         found: Receipt = from_plain(cls, plain, "a receipt", error=StateError)
         return found

@@ -25,7 +25,7 @@ __all__ = ["BaseDataset", "shown_dataset", "shown_loader"]
 
 
 class BaseDataset(IterableDataset[Any]):
-    """What a `lakeckpt.LakeLoader` reads."""
+    """The base of all that a `lakeckpt.LakeLoader` reads."""
 
     batch_size: int | None
     """Rows of a micro-batch; None: single rows."""
@@ -80,7 +80,7 @@ class BaseDataset(IterableDataset[Any]):
     # --- iteration in this process
 
     def _move(self) -> None:
-        """Go on with the newest version of a table where an epoch begins."""
+        """Go on with the newest version of a table when an epoch begins."""
 
     def _through(self, first: Generator[Any], more: Callable[[], Generator[Any]]) -> Generator[Any]:
         """Return the items of ``first``, and of what comes after it if the table is followed."""

@@ -5,7 +5,7 @@ It also makes lists of str of columns of text, and moves or pins the tensors of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from lakeckpt.core.receipts import Receipt
@@ -13,7 +13,22 @@ from lakeckpt.data.base.torch_private import collate, default_collate_fn_map, pi
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.columns.ragged import Ragged
 
-__all__ = ["Batch", "checked_number_column", "is_text", "moved", "numbered", "pinned", "texts"]
+__all__ = [
+    "Batch",
+    "Received",
+    "Stage",
+    "checked_number_column",
+    "is_text",
+    "moved",
+    "numbered",
+    "pinned",
+    "texts",
+]
+
+Received = tuple[Receipt, Any]
+"""The receipt of a batch, and the batch."""
+Stage = Callable[[Iterator[Received]], Iterator[Received]]
+"""Passes batches on to the training loop, in order; it may hold some back."""
 
 
 class Batch(dict[str, Any]):
@@ -21,9 +36,9 @@ class Batch(dict[str, Any]):
 
     Being a dict, it goes through torch's collate, pinning and device-moving helpers. In row-wise use it is one row.
 
-    ``to`` keeps the receipt, and accelerate and Lightning move batches by it. What makes a batch anew from its columns
-    alone, as transformers' Trainer and DistributedDataParallel on GPUs do, gets one without a receipt; so does torch's
-    default collate, where it makes one of several.
+    ``to`` keeps the receipt, and accelerate and Lightning move batches by it. A batch that is made anew from its
+    columns alone, as transformers' Trainer and DistributedDataParallel on GPUs do, has no receipt; nor has one that
+    torch's default collate makes of several.
     """
 
     receipt: Receipt
@@ -82,7 +97,7 @@ def pinned(value: Any) -> Any:
 
 
 def checked_number_column(name: Any, *, row_wise: bool) -> str | None:
-    """Return ``name``, under which `numbered` puts numbers into batches, or None; ConfigError where it cannot be."""
+    """Return ``name``, under which `numbered` puts numbers into batches, or None; ConfigError if it cannot be."""
     if name is not None and (not isinstance(name, str) or row_wise):
         raise ConfigError(
             f"receipt_column is a name, and needs a dataset with a batch_size; got {name!r}"
@@ -92,7 +107,7 @@ def checked_number_column(name: Any, *, row_wise: bool) -> str | None:
 
 
 def numbered(item: Any, name: str, number: int) -> Any:
-    """Return the batch ``item`` with ``number`` under ``name``; ConfigError where it cannot hold it."""
+    """Return the batch ``item`` with ``number`` under ``name``; ConfigError if it cannot hold it."""
     if not isinstance(item, dict) or name in item:
         what = f"has a column {name!r}" if isinstance(item, dict) else f"is a {type(item).__name__}"
         raise ConfigError(

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
 from lakeckpt.counters import READERS, Facts, ReaderCounters
-from lakeckpt.data.place.progress import Progress
+from lakeckpt.data.base_dataset import BaseDataset
 from lakeckpt.data.place.versions import Versions
 from lakeckpt.lake.table.index import TableIndex
-
-if TYPE_CHECKING:
-    from lakeckpt.data.loader import LakeLoader
 
 __all__ = ["Counting", "look"]
 
@@ -30,15 +27,16 @@ class Counting:
 
     def __init__(self) -> None:
         self.counters = ReaderCounters(_UNNAMED)
+        self.dataset: BaseDataset | None = None
+        """The dataset of the loader; None before its first iteration."""
         self._reading: weakref.ref[Any] | None = None
-        self._is_followed = False
 
-    def begin(self, loader: LakeLoader) -> ReaderCounters:
-        """Return the counters for an iteration of ``loader`` that begins."""
-        self.counters.name, self.counters.rank = loader._progress.deliveries.name or _UNNAMED, loader.topology[0]
-        if not self._is_followed:
-            self._is_followed = True
-            READERS.follow(loader, self.counters, look)
+    def begin(self, dataset: BaseDataset) -> ReaderCounters:
+        """Return the counters for an iteration over ``dataset`` that begins."""
+        self.counters.name, self.counters.rank = _name_of(dataset), dataset.topology[0]
+        if self.dataset is None:
+            READERS.follow(self, self.counters, look)
+        self.dataset = dataset
         return self.counters
 
     def reads(self, reading: Any) -> Any:
@@ -53,23 +51,29 @@ class Counting:
         return getattr(reading, "ready", None)
 
 
-def look(loader: LakeLoader) -> Facts:
-    """Return what is known of ``loader`` now. Any thread may call it."""
-    progress: Progress = loader._progress
-    name, state = progress.deliveries.name or _UNNAMED, progress.runs.glance()
+def look(counting: Counting) -> Facts:
+    """Return what is known now of the loader that ``counting`` counts for. Any thread may call it."""
+    dataset = counting.dataset
+    assert dataset is not None
+    progress, name = dataset._progress, _name_of(dataset)
+    state = progress.runs.glance()
     epochs: dict[str, float] = {}
     skipped: dict[tuple[str, str], int] = {}
-    for reader, seen, versions in _tables(loader, name, state):
+    for reader, seen, versions in _tables(dataset, name, state):
         epochs[reader] = float(progress.epoch) if seen is None or progress.over else _epochs(seen)
         skipped |= {(reader, reason): rows for reason, rows in _skipped(seen, versions.at_hand.table.index)}
-    return Facts(name=name, ready=loader._counting.ready, epochs=epochs, skipped=skipped)
+    return Facts(name=name, ready=counting.ready, epochs=epochs, skipped=skipped)
 
 
-def _tables(loader: LakeLoader, name: str, state: State | None) -> Iterator[tuple[str, State | None, Versions]]:
-    """Yield (name, state as it is seen there, versions) of each table that ``loader``, called ``name``, reads."""
-    sources = getattr(loader.dataset, "sources", None)
+def _name_of(dataset: BaseDataset) -> str:
+    return dataset._progress.deliveries.name or _UNNAMED
+
+
+def _tables(dataset: Any, name: str, state: State | None) -> Iterator[tuple[str, State | None, Versions]]:
+    """Yield (name, state as it is seen there, versions) of each table that ``dataset``, called ``name``, reads."""
+    sources = getattr(dataset, "sources", None)
     if sources is None:
-        yield name, state, loader.dataset._versions
+        yield name, state, dataset._versions
         return
     for number, (source, one) in enumerate(sources.items()):
         yield f"{name}.{source}", None if state is None else state.of(number), one.versions

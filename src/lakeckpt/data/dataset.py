@@ -51,7 +51,7 @@ class LakeDataset(BaseDataset):
         batch_size: rows per micro-batch; None yields single rows, for a DataLoader that batches them itself.
         columns: names of the columns to read, in the order wanted; None: all.
         filters: which rows to read: a pyarrow expression, ``[("a", ">", 3), ("b", "in", [...])]`` (all must hold), or a
-            list of such lists (one must). Rows stay where it is true, and go where it is false or null. They are
+            list of such lists (one must). Rows stay if it is true, and go if it is false or null. They are
             counted once, row group by row group, before the first iteration; positions count those that stay.
         shuffle: permute row groups, and rows inside of windows, anew for every epoch.
         shuffle_window: row groups whose rows are permuted together. All lanes' windows are in memory at once.
@@ -63,7 +63,7 @@ class LakeDataset(BaseDataset):
         transform: called with each `Batch` (row-wise: each row; ``output="arrow"``: each pyarrow.Table) where it is
             read, in a worker if there are any; with a `lakeckpt.TransformContext` as well if it takes two arguments.
             It must keep nothing between calls: rows that it holds back for a later call count as consumed, and are lost
-            when a run is restored. A warning says once where it returns another number of rows than it got.
+            when a run is restored. A warning says so, once, if it returns another number of rows than it got.
         rows: ``"many"``: the transform is called with one row, a dict, and yields (or returns an iterable of) any
             number of rows, the same whenever it gets the same row. Micro-batches are ``batch_size`` of these rows, with
             numbers, tensors and arrays stacked and texts in a list. The state of one of several ranks is its part then:
@@ -72,7 +72,7 @@ class LakeDataset(BaseDataset):
             ``list[str]``; other columns of varying length are `lakeckpt.Ragged`.
         rank, world_size: the data-parallel rank and size; both or neither.
         dp_group: the data-parallel ProcessGroup or DeviceMesh, if it is not the default group.
-        storage_options, filesystem: as for `lakeckpt.open_table`, where ``table`` is not a `lakeckpt.Table`.
+        storage_options, filesystem: as for `lakeckpt.open_table`, if ``table`` is not a `lakeckpt.Table`.
         consumed: rows that another system has trained on already, as ``{file: [(start, stop), …]}`` (rows of a file,
             counted from its first one) or as ``(name of a key column, values)``. The first epoch consists of the other
             rows; later epochs have all rows. Give it as long as the first epoch lasts, after restarts, too.
@@ -139,7 +139,7 @@ class LakeDataset(BaseDataset):
                 raise ConfigError("consumed= names rows of the first epoch, and an endless stream has no epochs")
             table = rest_of_first_epoch(table, consumed)
         if self.yields_many:
-            check_flow(self, rows, endless=endless, drops=drop_last, begun=consumed is not None)
+            check_flow(self, self.options, rows, endless=endless, drops=drop_last, begun=consumed is not None)
         kind: Tail = "drop" if flag("drop_last", drop_last) else "short" if self.follow is None else "carry"
         pinned = Pinned(
             table=table,
@@ -154,7 +154,7 @@ class LakeDataset(BaseDataset):
 
     def _read(self, pinned: Pinned, transform: Any) -> None:
         """Begin to read ``pinned`` from its start."""
-        self._source, self._progress = parts_of(self, pinned, transform)
+        self._source, self._progress = parts_of(self, self.options, pinned, transform)
         self._versions = Versions(pinned, self._source, self._progress, self.options, follow=self.follow)
         if pinned.table.index.rest is not None:
             self._versions.read_rest()
@@ -174,6 +174,20 @@ class LakeDataset(BaseDataset):
         made.__dict__.update(self.__dict__)
         made.columns = changes.get("columns", self.columns)
         made._read(replace(self._versions.at_hand, **changes), self._source.transform)
+        return made
+
+    def _as_flow(self, pinned: Pinned, transform: Any, name: str) -> LakeDataset:
+        """Return a dataset that reads ``pinned`` from its start, and yields any number of rows of each row of it.
+
+        Raises `ConfigError` if the arguments of this dataset do not go with that; ``name`` says what the user wrote.
+        """
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.has_transform = made.yields_many = True
+        drops, begun = pinned.tail == "drop", pinned.table.index.rest is not None
+        check_flow(made, self.options, "many", endless=pinned.endless, drops=drops, begun=begun, name=name)
+        made.columns = pinned.columns
+        made._read(pinned, transform)
         return made
 
     @property
@@ -197,14 +211,14 @@ class LakeDataset(BaseDataset):
 
     @property
     def epoch(self) -> int:
-        """The epoch at hand; where worker processes of another DataLoader read, the epoch that they read."""
+        """The current epoch; if worker processes of another DataLoader read, the epoch that they read."""
         read = self._shared.epoch if self._shared.has_begun else None
         return self._progress.epoch if read is None else read
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle.
+        """Make ``epoch`` the current one, from its start; nothing happens if it is already, even in its middle.
 
-        Where worker processes of another DataLoader read, each of their iterations is of the epoch that was set last:
+        If worker processes of another DataLoader read, each of their iterations is of the epoch that was set last:
         call it before each.
         """
         epoch = whole("epoch", epoch)
@@ -212,7 +226,7 @@ class LakeDataset(BaseDataset):
             self._go_to(epoch)
 
     def rewind(self) -> None:
-        """Begin the epoch at hand again."""
+        """Begin the current epoch again."""
         self._go_to(self.epoch)
 
     def _go_to(self, epoch: int) -> None:
@@ -236,11 +250,11 @@ class LakeDataset(BaseDataset):
     # --- iteration
 
     def _move(self) -> None:
-        """Go on with the newest version where an epoch begins (``on_new_version="next_epoch"``); collective."""
+        """Go on with the newest version when an epoch begins (``on_new_version="next_epoch"``); collective."""
         self._versions.move(explicit=self._explicit_rank, dp_group=self._dp_group)
 
     def _through(self, first: Generator[Any], more: Callable[[], Generator[Any]]) -> Generator[Any]:
-        """Return the items of the tranche at hand, ``first``, and of each later one, as ``more`` delivers it.
+        """Return the items of the current tranche, ``first``, and of each later one, as ``more`` delivers it.
 
         Between two tranches, all ranks wait until there is another one; after the last rows that fill no step, they
         look once.
@@ -261,7 +275,7 @@ class LakeDataset(BaseDataset):
         self._read_ahead = check_dealers((rank, world_size), at_start=self._progress.at_start)
         if worker is not None:
             self._versions.check_worker()
-            check_no_workers(self)
+            check_no_workers(self.yields_many)
             return Items(
                 self._turns.iterate(
                     self._shared,
@@ -275,7 +289,7 @@ class LakeDataset(BaseDataset):
         return self._read_here()
 
     def _reading(self, rank: int) -> Iterator[Any]:
-        feed = feed_of(self, rank)
+        feed = feed_of(self._source, self._progress, rank)
         return super()._reading(rank) if feed is None else feed.in_process()
 
     # --- state
@@ -284,7 +298,7 @@ class LakeDataset(BaseDataset):
         """Return the reader state of all that was yielded (plain types).
 
         In a worker of another DataLoader (torchdata's StatefulDataLoader asks there) it is that worker's part.
-        Raises StateUnavailable in the main process where workers have read ahead: what the loop received is not known
+        Raises StateUnavailable in the main process if workers have read ahead: what the loop received is not known
         there. Use `lakeckpt.LakeLoader`, or torchdata's StatefulDataLoader.
         """
         if get_worker_info() is not None:
@@ -308,7 +322,7 @@ class LakeDataset(BaseDataset):
         return self._progress.state.to_plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state`` at the next iteration; StateError, without a change, where it does not fit."""
+        """Go on from ``state`` at the next iteration; StateError, without a change, if it does not fit."""
         if isinstance(state, Mapping) and state.get("format") == WORKER_FORMAT:
             self._turns.load(state)
             return
@@ -319,7 +333,7 @@ class LakeDataset(BaseDataset):
         self._shared.go_to(found.epoch + at_end, inside=not (at_end or self._progress.at_start))
 
     def __len__(self) -> int:
-        """Return the number of items of this rank in the epoch at hand: micro-batches, or rows in row-wise use.
+        """Return the number of items of this rank in the current epoch: micro-batches, or rows in row-wise use.
 
         `TypeError` for an endless stream, and on one of several ranks while the number of lanes is not known.
         """

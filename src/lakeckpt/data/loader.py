@@ -4,8 +4,8 @@ The main process plans: it deals assignments to this rank's loader workers, and 
 Workers (if any) only read. So the state is exact whatever has been read ahead, the order does not depend on the number
 of workers, and a loader saved with four workers goes on with none.
 
-Worker processes are those of a torch DataLoader inside (`lakeckpt.data.workers.pool`). What a checkpoint manager asks
-of a loader is in `lakeckpt.data.place.reader`.
+Worker processes are those of a torch DataLoader inside (`lakeckpt.data.workers.pool`). A checkpoint manager sees a
+loader by `lakeckpt.data.place.reader`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lakeckpt.core.identity import Identity
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
 from lakeckpt.data.base_dataset import BaseDataset, shown_loader
-from lakeckpt.data.batch import checked_number_column, numbered, pinned
+from lakeckpt.data.batch import Received, Stage, checked_number_column, numbered, pinned
 from lakeckpt.data.counting import Counting
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.flows.arguments import feed_of
@@ -38,7 +38,6 @@ from lakeckpt.data.foreign.frameworks import (
 from lakeckpt.data.options import check_only_reader, flag, optional, refuse, whole
 from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.reader import LoaderReader, MixtureReader
-from lakeckpt.data.prefetch import Stage
 from lakeckpt.data.source import Items, gives
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.data.workers.pool import Workers
@@ -61,18 +60,19 @@ class LakeLoader(Prepared, DataLoader[Any]):
         prefetch_factor: micro-batches that each worker may have ahead of the loop; None: two groups of them. A group
             is what a worker reads in 50 ms: up to 512 micro-batches, or 16 MiB, and one at least.
         persistent_workers: keep workers from one iteration to the next.
-        multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or a context; None: ``"forkserver"`` where
-            the table lies in an object store, torch's default elsewhere. What is not forked gets the transform pickled.
+        multiprocessing_context: ``"fork"``, ``"spawn"``, ``"forkserver"``, or a context; None: ``"forkserver"`` if
+            the table lies in an object store, torch's default otherwise. A worker that is not forked gets the transform
+            pickled.
         timeout: seconds to wait for a worker, then WorkerTimeout; 0: for ever.
         worker_init_fn: called in each worker with its number before it reads.
         restart: begin at the first batch of the epoch in each iteration, as a loader for validation does. The epoch
             stays the same until `set_epoch`; such a loader has no state to save. False: an iteration goes on where the
             last one stopped.
         receipt_column: a name under which each batch (a dict) also holds an ``int`` that names it. It survives what
-            rebuilds the dict or moves its tensors: give it to ``manager.step`` where the receipt is lost. None: no
+            rebuilds the dict or moves its tensors: give it to ``manager.step`` if the receipt is lost. None: no
             batch holds one. Needs a ``batch_size``.
         generator: draws the base seed of worker processes (it never changes the order of rows). None: a generator of
-            the loader's own, seeded by the dataset's seed and the place at hand, so that neither iterating nor resuming
+            the loader's own, seeded by the dataset's seed and the current place, so that neither iterating nor resuming
             draws from torch's global stream.
 
     One iteration is one epoch, the next one the next epoch. After a ``break`` the next iteration goes on with what had
@@ -138,7 +138,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._workers: Workers | None = None
         self._workers_started: tuple[str, int] = "", 0
         """(digest of the table version that they read, process that started them)."""
-        self._early: tuple[Any, Iterator[tuple[Receipt, Any]]] | None = None
+        self._early: tuple[Any, Iterator[Received]] | None = None
         self._waiting: int | None = None
         """The newest iteration."""
         self._follows: int | None = None
@@ -165,7 +165,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch at hand: where `restore` or the last complete iteration left off."""
+        """The current epoch: where `restore` or the last complete iteration left off."""
         return self._progress.epoch if self._restarts is None else self._restarts
 
     @property
@@ -174,7 +174,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         return self._progress.last_receipt
 
     def __len__(self) -> int:
-        """Return the number of steps of this rank in the epoch at hand (row-wise: rows)."""
+        """Return the number of steps of this rank in the current epoch (row-wise: rows)."""
         self._settle()
         return len(self.dataset)
 
@@ -187,7 +187,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """An iterator over what is left of the epoch; ``stage`` holds batches back on their way to the loop."""
         self._turn()
         started, self._early = self._early, None
-        # Where a persistent worker has died since, other workers read what it would have read.
+        # If a persistent worker has died since, other workers read what it would have read.
         is_dead = self._workers is not None and self._workers_started[1] == os.getpid() and not self._workers.alive
         if started is None or is_dead or started[0] != self._place():
             del started  # before what it reads ahead is read otherwise
@@ -208,7 +208,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._early = self._begun()
 
     def peek(self) -> Any:
-        """Return the batch that the next iteration begins with, and count nothing; None where the epoch has none.
+        """Return the batch that the next iteration begins with, and count nothing; None if the epoch has none.
 
         The next iteration delivers the same batch again, without its ``receipt_column``'s number here. An iterator that
         was begun before is out of date. Call it on every rank alike. Raises what reading raises.
@@ -228,7 +228,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         return None
 
     def _turn(self) -> None:
-        """End an epoch that was received, and go on with the newest version of the table where another one begins."""
+        """End an epoch that was received, and go on with the newest version of the table when another one begins."""
         if self._restarts is not None:
             self._progress.runs.mark(None)
             self.dataset._go_to(self.epoch)
@@ -236,7 +236,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self.dataset._move()
         self._settle()
 
-    def _begun(self) -> tuple[Any, Iterator[tuple[Receipt, Any]]]:
+    def _begun(self) -> tuple[Any, Iterator[Received]]:
         """Return the place where the next iteration begins, and what it will deliver, which is read from now on."""
         self._seed_workers(rank := self.topology[0])
         return self._place(), self._found(rank)
@@ -251,11 +251,12 @@ class LakeLoader(Prepared, DataLoader[Any]):
             word, _ = derive_key("workers", self._progress.seed, place.epoch, place.step, rank)
             self._own_generator.manual_seed(word >> 1)
 
-    def _found(self, rank: int) -> Iterator[tuple[Receipt, Any]]:
+    def _found(self, rank: int) -> Iterator[Received]:
         """Return what is left of the epoch, which is read ahead from now on."""
-        found: Iterator[tuple[Receipt, Any]]
+        found: Iterator[Received]
         if self.num_workers:
-            feed, progress = feed_of(self.dataset, rank), self._progress
+            progress = self._progress
+            feed = feed_of(self.dataset._source, progress, rank)
             read = self._counting.reads(self._started()).read
             beginning = Beginning(state=progress.state, rank=rank)
             found = (
@@ -269,7 +270,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         return ((receipt, pinned(batch)) for receipt, batch in found) if pins else found
 
     def _started(self) -> Workers:
-        """Workers for one iteration, or those that live on and read the version of the table at hand."""
+        """Workers for one iteration, or those that live on and read the current version of the table."""
         started = self.dataset._version, os.getpid()
         if self._workers is not None:
             if self._workers_started == started and self._workers.alive:
@@ -292,7 +293,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._workers, self._workers_started = workers, started
         return workers
 
-    def _deliver(self, iteration: int, found: Iterator[tuple[Receipt, Any]], stage: Stage | None) -> Generator[Any]:
+    def _deliver(self, iteration: int, found: Iterator[Received], stage: Stage | None) -> Generator[Any]:
         progress = self._progress
         if iteration == self._follows:
             self._settle()
@@ -301,7 +302,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         progress.check(iteration)
         step, replanned = progress.state.step, progress.replanned
         found = found if stage is None else stage(found)
-        counters = self._counting.begin(self)
+        counters = self._counting.begin(self.dataset)
         while (pulled := counters.pull(found)) is not None:
             receipt, batch = pulled
             self.dataset._carried.check(batch, receipt)
@@ -324,7 +325,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._progress.settle(self.topology[1], self.num_workers)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the one at hand, from its start; nothing happens if it is already, even in its middle."""
+        """Make ``epoch`` the current one, from its start; nothing happens if it is already, even in its middle."""
         if epoch != self.epoch:
             self._early = None
             self.dataset.set_epoch(epoch)
@@ -342,13 +343,13 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._follows = self._waiting
 
     def rewind(self) -> None:
-        """Begin the epoch at hand again. The rows of its first part then count twice, and `lakeckpt audit` says so."""
+        """Begin the current epoch again. The rows of its first part then count twice, and `lakeckpt audit` says so."""
         self._early = None
         self.dataset.rewind()
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Give the sources of a `lakeckpt.mix`, each of which ``weights`` names, other weights from the next step on.
-        Every rank must do so at the same step. What was read ahead is read anew. Raises ConfigError."""
+        Every rank must do so at the same step. Rows that were read ahead are read anew. Raises ConfigError."""
         if not isinstance(self._progress, MixedProgress):
             raise ConfigError("set_weights changes the weights of a lakeckpt.mix, and this loader reads one dataset")
         self._settle()
@@ -371,8 +372,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state`` at the next iteration.
 
-        Raises StateMismatch, without a change, where the state is of another order of rows; it says what differs.
-        StateError where it is none of a LakeLoader, or none that a job comes to.
+        Raises StateMismatch, without a change, if the state is of another order of rows; it says what differs.
+        StateError if it is none of a LakeLoader, or none that a job comes to.
         """
         self._check_goes_on()
         found, counts = self._progress.read(state), counts_steps()
@@ -385,7 +386,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     @property
     def _reader(self) -> LoaderReader | MixtureReader:
-        """The side that checkpoint managers see (`lakeckpt.tracking.readers`); ConfigError where nothing is to save."""
+        """The side that checkpoint managers see (`lakeckpt.tracking.readers`); ConfigError if nothing is to save."""
         if self._restarts is not None:
             raise ConfigError(f"{_RESTARTS}, so leave it out of the manager's state")
         return MixtureReader(self, self.dataset) if isinstance(self.dataset, MixedDataset) else LoaderReader(self)

@@ -1,8 +1,8 @@
-"""This module limits the memory that a dataset may read ahead into, and warns where its windows are larger than that.
+"""This module limits the memory that a dataset may read ahead into, and warns if its windows are larger than that.
 
 The default limit is a quarter of the memory that this process may take (`lakeckpt.reading.memory`), shared by the ranks
 of the machine (``LOCAL_WORLD_SIZE``) and by the worker processes of a rank. The sources of a mixture share one limit.
-Sizes of windows are estimated from the index, and from one footer where only some columns are read. Decoded rows may
+Sizes of windows are estimated from the index, and from one footer if only some columns are read. Decoded rows may
 take more: dictionaries and run lengths are decoded. The module starts no threads.
 """
 
@@ -41,7 +41,7 @@ class Budget(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What windows are read of."""
+    """The table, columns and window size that windows are read of."""
 
     table: Table
     columns: Sequence[str] | None
@@ -53,7 +53,7 @@ def budget_of(given: int | None, every: Sequence[Reads], *, lanes: int) -> Budge
     """Return the memory that the readers of ``every`` share in this process, which reads ``lanes`` lanes of each.
 
     ``given`` is the user's limit. A quarter of it, at most 256 MiB, is for bytes that are fetched ahead, if any of the
-    tables lies in a store. Warns where the windows that are open at once do not fit.
+    tables lies in a store. Warns if the windows that are open at once do not fit.
     """
     limit, ahead = _limit_of(given, every, lanes=lanes), DEFAULT_AHEAD_BYTES
     if all(isinstance(one.table.storage, LocalStorage) for one in every):
@@ -66,9 +66,9 @@ def budget_of(given: int | None, every: Sequence[Reads], *, lanes: int) -> Budge
 
 def _limit_of(given: int | None, every: Sequence[Reads], *, lanes: int) -> int | None:
     """Return the limit in bytes for all windows of a process that reads ``lanes`` lanes of each of ``every``, or None
-    where all that it may hold fits.
+    if all that it may hold fits.
 
-    ``given`` is the user's limit. Warns where the windows that are open at once do not fit.
+    ``given`` is the user's limit. Warns if the windows that are open at once do not fit.
     """
     info = get_worker_info()
     workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
@@ -89,13 +89,13 @@ def _limit_of(given: int | None, every: Sequence[Reads], *, lanes: int) -> int |
 
 
 def default_limit_bytes(workers: int) -> int:
-    """Return the limit of one of ``workers`` processes of a rank, where the user gives none."""
+    """Return the limit of one of ``workers`` processes of a rank, if the user gives none."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return machine_bytes() // (_SHARE * workers * (int(ranks) if ranks.isdecimal() and int(ranks) else 1))
 
 
 def _window_bytes(reads: Reads, *, enough: int) -> int:
-    """Return about how many bytes a window takes; of all columns, where that is not above ``enough``."""
+    """Return about how many bytes a window takes; of all columns, if that is not above ``enough``."""
     table, columns = reads.table, reads.columns
     sizes = table.index.group_bytes[table.index.stored_rows > 0]
     if not len(sizes):

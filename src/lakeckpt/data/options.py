@@ -46,7 +46,7 @@ _ELSEWHERE = {
     "batch_sampler": "the dataset has the order, and each rank's share of it: LakeDataset(…, shuffle=True)",
     "drop_last": "the dataset has the ends: LakeDataset(…, drop_last=True)",
     "collate_fn": "micro-batches come whole: what is to be made of one is LakeDataset(…, transform=…)",
-    "pin_memory_device": "pin_memory=True pins for the accelerator at hand",
+    "pin_memory_device": "pin_memory=True pins for the current accelerator",
     "in_order": "the order of rows never depends on workers",
 }
 """The arguments of a DataLoader that a LakeLoader does not have, and where they went."""
@@ -82,11 +82,11 @@ class ReadOptions:
     """The way to restore in the middle of an epoch whose version is gone or was written again: ``"raise"``, or
     ``"next_epoch"``: drop the rest of it (`lakeckpt audit` says so) and begin the next one."""
     memory_limit_bytes: int | None = None
-    """What windows read ahead may take together with open ones, in each process, and what loader workers have in
-    flight. None: a quarter of the memory that the machine or the container has, shared by the ranks and the workers of
-    the machine, and three groups of 16 MiB in flight for each worker. What the loop keeps does not count. The window
-    that each lane is in is held whatever the limit, and a warning says where that is more than the limit. A
-    quarter of the limit is for bytes fetched ahead from a store (at most 256 MiB)."""
+    """The most memory of open windows and of windows read ahead, in each process, and of micro-batches that loader
+    workers have in flight. None: a quarter of the memory that the machine or the container has, shared by the ranks and
+    the workers of the machine, and three groups of 16 MiB in flight for each worker. Batches that the loop keeps do not
+    count. The window that each lane is in is held whatever the limit, and a warning says so if that is more than the
+    limit. A quarter of the limit is for bytes fetched ahead from a store (at most 256 MiB)."""
 
     def __post_init__(self) -> None:
         for name, most in (("num_lanes", MOST), ("memory_limit_bytes", sys.maxsize)):
@@ -116,7 +116,7 @@ class Follow:
     """End the stream when nothing was added for so many seconds while there was nothing to read. The rows that fill no
     step come before the end, in smaller micro-batches. None: wait for ever."""
     ignore_deletes: bool = False
-    """Go on where a newer version only deletes rows: rows that were known are read as if they were still there. False:
+    """Go on if a newer version only deletes rows: rows that were known are read as if they were still there. False:
     `TableRewritten` is raised. A version that writes rows again always raises it."""
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Refuse ``value`` where it is none of ``allowed``."""
+    """Refuse ``value`` if it is none of ``allowed``."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {shown(value)}")
 
@@ -213,7 +213,7 @@ _READERS: weakref.WeakKeyDictionary[object, tuple[weakref.ref[object], bool]] = 
 
 
 def check_only_reader(dataset: object, loader: object, *, restarts: bool) -> None:
-    """Raise `ConfigError` where ``dataset`` is read by a loader that goes on and by one that begins anew. The place in
+    """Raise `ConfigError` if ``dataset`` is read by a loader that goes on and by one that begins anew. The place in
     the dataset is one: each of the two would move the place of the other."""
     other, others_restart = _READERS.get(dataset, (None, restarts))
     if other is not None and other() is not None and others_restart != restarts:

@@ -10,24 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.data.batch import moved
+from lakeckpt.data.batch import Received, moved
+from lakeckpt.data.loader import LakeLoader
 from lakeckpt.data.options import positive
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.columns.ragged import Ragged
 
-if TYPE_CHECKING:
-    from lakeckpt.data.loader import LakeLoader
-
-__all__ = ["Prefetched", "Stage", "prefetch"]
-
-_Found = tuple[Receipt, Any]
-Stage = Callable[[Iterator[_Found]], Iterator[_Found]]
-"""Passes on what a loader found, in order; it may hold some back."""
+__all__ = ["Prefetched", "prefetch"]
 
 
 def prefetch(loader: LakeLoader, *, depth: int = 2, device: torch.device | str | int | None = None) -> Prefetched:
@@ -43,9 +37,9 @@ def prefetch(loader: LakeLoader, *, depth: int = 2, device: torch.device | str |
         device: where tensors are moved, as by ``tensor.to(device, non_blocking=True)``; on a CUDA device beside the
             work of the loop. Give the loader ``pin_memory=True`` then. None: batches stay where they are.
 
-    Raises `ConfigError` where ``loader`` is no `LakeLoader`, or ``depth`` no positive integer.
+    Raises `ConfigError` if ``loader`` is no `LakeLoader`, or ``depth`` no positive integer.
     """
-    if not hasattr(loader, "_iterate") or not hasattr(type(loader), "_reader"):
+    if not isinstance(loader, LakeLoader):
         raise ConfigError(f"prefetch takes a lakeckpt.LakeLoader, got {type(loader).__name__}")
     return Prefetched(loader, depth=positive("depth", depth), device=None if device is None else torch.device(device))
 
@@ -72,7 +66,7 @@ class Prefetched:
         """Iterate what is left of the loader's epoch, as ``iter(loader)`` does."""
         return self._loader._iterate(self._stage)
 
-    def _stage(self, found: Iterator[_Found]) -> Iterator[_Found]:
+    def _stage(self, found: Iterator[Received]) -> Iterator[Received]:
         move = _mover(self._device)
         held: deque[tuple[Receipt, Callable[[], Any]]] = deque()
         failure: Exception | None = None

@@ -19,7 +19,7 @@ __all__ = ["check_topology", "group_of", "resolve_topology"]
 
 
 def check_topology(rank: int | None, world_size: int | None) -> tuple[int, int] | None:
-    """Return (rank, world size), or None where neither is given; refuse one alone, and a rank outside of the size."""
+    """Return (rank, world size), or None if neither is given; refuse one alone, and a rank outside of the size."""
     if rank is None and world_size is None:
         return None
     if rank is None or world_size is None:
@@ -33,7 +33,7 @@ def check_topology(rank: int | None, world_size: int | None) -> tuple[int, int] 
 def resolve_topology(explicit: tuple[int, int] | None, dp_group: Any) -> tuple[int, int]:
     """Return (data-parallel rank, number of data-parallel ranks).
 
-    ``dp_group`` is a ProcessGroup or a one-dimensional DeviceMesh. Raises ConfigError where the environment says that
+    ``dp_group`` is a ProcessGroup or a one-dimensional DeviceMesh. Raises ConfigError if the environment says that
     there are several processes (WORLD_SIZE > 1) and nothing says which of them read the same rows.
     """
     if explicit is not None:

@@ -1,4 +1,4 @@
-"""This module calls a user's transform with reproducible randomness, and warns where it seems to keep rows back.
+"""This module calls a user's transform with reproducible randomness, and warns if it seems to keep rows back.
 
 A transform runs where the batch is read (in a loader worker, if there are any). Random numbers drawn from a process's
 own streams would depend on the workers and on where a run was resumed; those of a `TransformContext` depend on the seed
@@ -35,7 +35,7 @@ Transform = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformContext:
-    """Reproducible randomness for one micro-batch; where rows are read one by one, for one row."""
+    """Reproducible randomness for one micro-batch; if rows are read one by one, for one row."""
 
     seed: int
     """The dataset's seed."""
@@ -66,7 +66,7 @@ class TransformContext:
 
 
 def bind_transform(transform: Transform | None) -> Callable[[Any, TransformContext], Any] | None:
-    """Return ``transform`` as a function of (batch, context), also where it takes no context.
+    """Return ``transform`` as a function of (batch, context), also if it takes no context.
 
     It gets the context if it takes a second argument named ``context``, or needs two positional ones.
     """
@@ -78,7 +78,7 @@ def bind_transform(transform: Transform | None) -> Callable[[Any, TransformConte
 
 
 def _way_of(transform: Transform) -> str:
-    """Return how the transform takes the context: "named", "second", or "" where it does not."""
+    """Return how the transform takes the context: "named", "second", or "" if it does not."""
     try:
         parameters = list(inspect.signature(transform).parameters.values())
     except (TypeError, ValueError):  # a builtin that does not say: called with the batch alone
@@ -92,7 +92,7 @@ def _way_of(transform: Transform) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A function of (batch, context), picklable where ``transform`` is."""
+    """A function of (batch, context), picklable if ``transform`` is."""
 
     transform: Transform
     way: str
@@ -111,7 +111,7 @@ class CarriedRows:
         self._looks = looks
 
     def check(self, found: Any, receipt: Receipt) -> None:
-        """Warn where ``found``, which the transform made of the rows of ``receipt``, has another number of rows."""
+        """Warn if ``found``, which the transform made of the rows of ``receipt``, has another number of rows."""
         if not self._looks:
             return
         rows = receipt.rows
@@ -134,7 +134,7 @@ class CarriedRows:
 def leading_sizes(found: Any) -> set[int]:
     """Return the numbers of rows that ``found`` may have: the sizes of the first dimensions of its columns.
 
-    Columns are the values of a mapping and the elements of a tuple. A list is rows, or columns where its elements are
+    Columns are the values of a mapping and the elements of a tuple. A list is rows, or columns if its elements are
     tensors or arrays: both are returned. For other objects the set is empty.
     """
     if isinstance(found, Mapping | tuple):

@@ -25,7 +25,7 @@ from lakeckpt.demo.lake import build_lake, lake_numbers
 from lakeckpt.demo.records import read_launches
 from lakeckpt.demo.scenario import LENGTH, DemoConfig, Phase, scenario_for
 from lakeckpt.demo.supervise import DemoFailed, run_job
-from lakeckpt.demo.verdict import Job, Verdict, judge
+from lakeckpt.demo.verdict import RecordedJob, Verdict, judge
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.open import open_storage
 
@@ -61,7 +61,7 @@ def run_demo(
         save_every: optimizer steps between checkpoints.
         sabotage: restore without the reader's state, which must turn the verdict red.
 
-    Raises `ConfigError` where ``out`` holds something that no demo made.
+    Raises `ConfigError` if ``out`` holds something that no demo made.
     """
     began = time.monotonic()
     _make_folder(out)
@@ -92,7 +92,7 @@ def run_demo(
     return verdict.green
 
 
-def _run(name: str, config: DemoConfig) -> Job:
+def _run(name: str, config: DemoConfig) -> RecordedJob:
     """Run a job, and print its launches."""
 
     def started(phase: Phase) -> None:
@@ -100,10 +100,10 @@ def _run(name: str, config: DemoConfig) -> Job:
         print(f"{name}: {phase.topology}, {fate}", flush=True)
 
     deaths = run_job(config, on_start=started)
-    return Job(config=config, deaths=deaths, launches=tuple(read_launches(config.records)))
+    return RecordedJob(config=config, deaths=deaths, launches=tuple(read_launches(config.records)))
 
 
-def _print_verdict(verdict: Verdict, faulted: Job, seconds: float) -> None:
+def _print_verdict(verdict: Verdict, faulted: RecordedJob, seconds: float) -> None:
     print()
     for check in verdict.checks:
         print(f"{'✓' if check.holds else '✗'} {check.claim}\n  {check.seen}")

@@ -43,7 +43,7 @@ def build_lake(folder: Path, sequences: Mapping[str, int], *, library: Path | No
         sequences: source → how many sequences of `LENGTH` tokens its table has.
         library: where the ``*.py`` files of ``code`` are; None: the standard library.
 
-    Raises `ConfigError` where there is less text than that.
+    Raises `ConfigError` if there is less text than that.
     """
     root = library or Path(sysconfig.get_path("stdlib"))
     first = 0

@@ -64,7 +64,7 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def digest(model: nn.Module) -> str:
-    """Return a digest of the weights, which is equal only where the weights are bitwise equal."""
+    """Return a digest of the weights, which is equal only if the weights are bitwise equal."""
     total = hashlib.blake2b(digest_size=16)
     for name, value in sorted(model.state_dict().items()):
         total.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())

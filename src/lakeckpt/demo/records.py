@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Launch", "Packed", "Step", "TokenCount", "Writer"]
+__all__ = ["Launch", "Packed", "RecordedStep", "TokenCount", "Writer"]
 __all__ += ["count_tokens", "read_launches", "record_path", "surviving_steps"]
 
 Packed = tuple[str, int, tuple[int, ...]]
@@ -43,7 +43,7 @@ class Writer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class RecordedStep:
     """One optimizer step of all ranks. ``used`` maps a rank to the sequences that it used, in order.
 
     ``loss`` is the mean over tokens (nats), ``digest`` that of the weights after the step on rank 0.
@@ -68,7 +68,7 @@ class Launch:
     launch: int
     world_size: int
     restored: int
-    steps: Mapping[int, Step]
+    steps: Mapping[int, RecordedStep]
     ended: bool
 
 
@@ -81,13 +81,13 @@ def read_launches(folder: Path) -> list[Launch]:
     return [launch for launch in launches if launch is not None]
 
 
-def surviving_steps(launches: Sequence[Launch]) -> list[Step]:
+def surviving_steps(launches: Sequence[Launch]) -> list[RecordedStep]:
     """Return the steps that the final weights were made by, in order.
 
-    The steps of a launch survive from where it restored up to where a later launch restored. Raises ValueError where a
+    The steps of a launch survive from where it restored up to where a later launch restored. Raises ValueError if a
     step of that history was recorded by no launch, or not by all of its ranks.
     """
-    history: list[Step] = []
+    history: list[RecordedStep] = []
     limit: int | None = None
     for launch in reversed(launches):
         end = max(launch.steps, default=launch.restored) if limit is None else limit
@@ -108,15 +108,15 @@ class TokenCount:
     source: str
     epoch: int
     complete: bool
-    """Whether a later epoch has begun, so that no token may be missing."""
+    """True if a later epoch has begun, so that no token may be missing."""
     counted: int
     lost: int
-    """Tokens that never counted; 0 where the epoch is not complete."""
+    """Tokens that never counted; 0 if the epoch is not complete."""
     repeated: int
     """How many times too many tokens counted; a token that the table does not have is always one too many."""
 
 
-def count_tokens(history: Sequence[Step], lake: Mapping[str, npt.NDArray[np.int64]]) -> list[TokenCount]:
+def count_tokens(history: Sequence[RecordedStep], lake: Mapping[str, npt.NDArray[np.int64]]) -> list[TokenCount]:
     """Count the tokens of each source in ``history``. ``lake`` maps a source to the numbers that its table has."""
     used: dict[tuple[str, int], list[int]] = {}
     for step in history:
@@ -148,7 +148,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _launch(launch: int, paths: Sequence[Path]) -> Launch | None:
-    """Join the files of all ranks; None where a rank was killed before it had restored."""
+    """Join the files of all ranks; None if a rank was killed before it had restored."""
     events = [(rank, event) for rank, path in enumerate(paths) for event in _lines(path)]
     starts = [event for _, event in events if event["kind"] == "start"]
     world_size = starts[0]["world_size"] if starts else 1
@@ -171,10 +171,10 @@ def _launch(launch: int, paths: Sequence[Path]) -> Launch | None:
     )
 
 
-def _join(launch: int, number: int, by_rank: Mapping[int, Mapping[str, Any]]) -> Step:
+def _join(launch: int, number: int, by_rank: Mapping[int, Mapping[str, Any]]) -> RecordedStep:
     events = by_rank.values()
     tokens = sum(len(numbers) for event in events for _, _, numbers in event["used"])
-    return Step(
+    return RecordedStep(
         launch=launch,
         step=number,
         used={

@@ -64,7 +64,7 @@ class Phase:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches per rank and optimizer step: a constant global batch where the world size allows it."""
+        """Micro-batches per rank and optimizer step: a constant global batch if the world size allows it."""
         return max(1, _MICRO_BATCHES // self.world_size)
 
     @property

@@ -49,7 +49,7 @@ class Death:
 def run_job(config: DemoConfig, *, on_start: Callable[[Phase], None]) -> tuple[Death, ...]:
     """Run all phases of ``config`` in its folder, which is made. ``on_start(phase)`` is called when one has started.
 
-    Raises `DemoFailed` where a launch fails without its fault, or ends without it.
+    Raises `DemoFailed` if a launch fails without its fault, or ends without it.
     """
     config.records.mkdir(parents=True)
     Path(config.folder, "config.json").write_text(config.to_json())
@@ -163,7 +163,7 @@ def _carrying(token: str) -> Iterator[int]:
 
 
 def _complaint(path: Path) -> str:
-    """Return the last lines of the first rank that complained, or of the log where none did."""
+    """Return the last lines of the first rank that complained, or of the log if none did."""
     lines = path.read_text(errors="replace").splitlines()
     ranks = sorted({line.split(":")[0] for line in lines if line.startswith("[rank")})
     return "\n".join([line for line in lines if not ranks or line.startswith(ranks[0])][-20:])

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lakeckpt.checkpoint.ledger.report import AuditReport
-from lakeckpt.demo.records import Launch, Step, TokenCount, count_tokens, surviving_steps
+from lakeckpt.demo.records import Launch, RecordedStep, TokenCount, count_tokens, surviving_steps
 from lakeckpt.demo.scenario import LENGTH, NUM_LANES, DemoConfig
 from lakeckpt.demo.supervise import Death
 
-__all__ = ["Check", "Job", "Verdict", "judge"]
+__all__ = ["Check", "RecordedJob", "Verdict", "judge"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class RecordedJob:
     """One job, as it was run and recorded."""
 
     config: DemoConfig
@@ -41,18 +41,20 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the demo found."""
+    """The findings of the demo."""
 
     checks: tuple[Check, ...]
     tokens: tuple[TokenCount, ...]
 
     @property
     def green(self) -> bool:
-        """Whether every check holds."""
+        """True if every check holds."""
         return all(check.holds for check in self.checks)
 
 
-def judge(reference: Job, faulted: Job, lake: Mapping[str, npt.NDArray[np.int64]], report: AuditReport) -> Verdict:
+def judge(
+    reference: RecordedJob, faulted: RecordedJob, lake: Mapping[str, npt.NDArray[np.int64]], report: AuditReport
+) -> Verdict:
     """Compare the faulted run with the numbers of each source's tokens (int64[tokens]) and with the fault-free run.
 
     ``report`` is the audit of the faulted run.
@@ -74,15 +76,15 @@ def judge(reference: Job, faulted: Job, lake: Mapping[str, npt.NDArray[np.int64]
     return Verdict(checks=checks, tokens=tuple(counts))
 
 
-def _history(job: Job) -> tuple[list[Step], str]:
-    """Return the steps that survived, and why there are none where the records do not join."""
+def _history(job: RecordedJob) -> tuple[list[RecordedStep], str]:
+    """Return the steps that survived, and why there are none if the records do not join."""
     try:
         return surviving_steps(job.launches), ""
     except ValueError as error:
         return [], f"the records do not join into one history: {error}"
 
 
-def _all_happened(faulted: Job) -> Check:
+def _all_happened(faulted: RecordedJob) -> Check:
     planned = [phase.fault for phase in faulted.config.phases if phase.fault is not None]
     happened = [death.fault for death in faulted.deaths]
     killed = sum(death.processes for death in faulted.deaths)
@@ -126,8 +128,8 @@ def _agrees(report: AuditReport, counts: Sequence[TokenCount]) -> Check:
     )
 
 
-def _bitwise(calm: Sequence[Step], unchanged: Sequence[Step]) -> Check:
-    def content(step: Step) -> tuple[object, ...]:
+def _bitwise(calm: Sequence[RecordedStep], unchanged: Sequence[RecordedStep]) -> Check:
+    def content(step: RecordedStep) -> tuple[object, ...]:
         return step.step, step.digest, step.loss, step.used
 
     equal = sum(content(one) == content(other) for one, other in zip(calm, unchanged, strict=False))
@@ -138,7 +140,7 @@ def _bitwise(calm: Sequence[Step], unchanged: Sequence[Step]) -> Check:
     )
 
 
-def _same_tokens(calm: Sequence[Step], stable: Sequence[Step]) -> Check:
+def _same_tokens(calm: Sequence[RecordedStep], stable: Sequence[RecordedStep]) -> Check:
     pairs = list(zip(calm, stable, strict=False))
     same = sum(sorted(one.sequences) == sorted(other.sequences) for one, other in pairs)
     difference = max((abs(one.loss - other.loss) for one, other in pairs), default=float("nan"))

@@ -42,7 +42,7 @@ _DIVIDED = {DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEG
 class LakeCheckpoint:
     """The run of an accelerate script: ``with LakeCheckpoint(accelerator, "run", model, optimizer, loader) as run:``.
 
-    Entering restores the newest checkpoint, where there is one. Leaving well saves the last step; leaving by an
+    Entering restores the newest checkpoint, if there is one. Leaving well saves the last step; leaving by an
     exception saves nothing new.
 
     Args:
@@ -111,7 +111,7 @@ class LakeCheckpoint:
 
 
 def check_whole(accelerator: Accelerator, loader: LakeLoader) -> None:
-    """ConfigError where ranks do not hold the whole model, or train apart although the loader deals rows to each."""
+    """ConfigError if ranks do not hold the whole model, or train apart although the loader deals rows to each."""
     kind, ranks = accelerator.distributed_type, loader.topology[1]
     if kind in _DIVIDED:
         raise ConfigError(

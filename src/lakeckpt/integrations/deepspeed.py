@@ -51,9 +51,9 @@ _SEAMS: Mapping[Any, tuple[str, ...]] = {
     BF16_Optimizer: ("fp32_groups_flat_partition", "bf16_groups", *_GROUPS),
     DeepSpeedZeroOptimizer_Stage3: ("fp32_partitioned_groups_flat", "fp16_groups", "sub_group_to_group_id"),
 }
-"""What is used of DeepSpeed's optimizers: first, the tensors of this rank's partitions of the weights."""
+"""The fields of DeepSpeed's optimizers that are used: first, the tensors of this rank's partitions of the weights."""
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What changes of a loss scaler."""
+"""The fields of a loss scaler that change."""
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -95,7 +95,7 @@ class LakeCheckpoint(CheckpointManager):
     def step(self, batch: Any = None, *, metric: float | None = None) -> None:
         """Call this on every rank after each ``engine.step()``, with the batch that ``engine.backward`` had.
 
-        It counts an optimizer step, and saves if the policy says so, where the engine has stepped the optimizer. In the
+        It counts an optimizer step, and saves if the policy says so, if the engine has stepped the optimizer. In the
         middle of gradient accumulation it does nothing. See `lakeckpt.CheckpointManager.step`.
         """
         new = self._engine.global_steps - self._counted

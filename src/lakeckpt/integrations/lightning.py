@@ -4,7 +4,7 @@ A step is over when Lightning asks the loader for another batch, begins another 
 and all hooks of the step are done then. At this moment the callback makes the cut, of the batch that the step used.
 Lightning's counters are saved in the form in which Lightning saves them itself: inside of an epoch as at the end of the
 batch, else as after the epoch. Lightning counts the steps of an epoch when `fit` begins. The callback has them counted
-after the restore, and again where an epoch has another number of steps.
+after the restore, and again if an epoch has another number of steps.
 
 The callback runs on the training thread. It relies on names that Lightning does not document, such as
 ``fit_loop.setup_data``; tests/frameworks/test_lightning_fit.py holds them against the real Lightning.
@@ -79,7 +79,7 @@ class LakeCheckpoint(Checkpoint):
 
     Args:
         uri: where the run lies, as for `lakeckpt.CheckpointManager`.
-        state: name → further objects with ``state_dict`` and ``load_state_dict``. It is needed, and may be empty, where
+        state: name → further objects with ``state_dict`` and ``load_state_dict``. It is needed, and may be empty, if
             the module or a callback has ``on_save_checkpoint``, which is not called.
         monitor: the name of a logged metric, for ``keep=lakeckpt.Keep(best=…)``. A step has the newest value, which is
             that of the last validation for a metric that is logged there.
@@ -108,7 +108,7 @@ class LakeCheckpoint(Checkpoint):
         self._uri, self._more, self._monitor, self._options = uri, state, monitor, options
         self._open = ExitStack()
         self._used: Any = None
-        """What the step used that is not over yet; None: it is over."""
+        """The batch that the current step used; None: the step is over."""
 
     # --- what Lightning calls
 
@@ -147,7 +147,7 @@ class LakeCheckpoint(Checkpoint):
             _handle(self._signals)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Have the steps of the epoch counted, where there are others than in the epoch before."""
+        """Have the steps of the epoch counted, if there are others than in the epoch before."""
         if self._is_open and self._counted is not None:
             self._loader._turn()  # to the newest version of the table, if this is its epoch
             if len(self._loader) != self._counted:
@@ -173,7 +173,7 @@ class LakeCheckpoint(Checkpoint):
                 )
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Warn where nothing is logged under the name of ``monitor``."""
+        """Warn if nothing is logged under the name of ``monitor``."""
         if self._is_open and not trainer.sanity_checking and self._monitor not in (None, *trainer.callback_metrics):
             warnings.warn(
                 f"monitor={self._monitor!r} is none of the metrics that were logged up to the end of a validation, so "
@@ -182,7 +182,7 @@ class LakeCheckpoint(Checkpoint):
             )
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Close the run where there was nothing to train."""
+        """Close the run if there was nothing to train."""
         self._open.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -236,14 +236,14 @@ class _Loops:
         self._fit_loop = fit_loop
         self._kept = self._now()
         self.loaded = False
-        """Whether a checkpoint was loaded."""
+        """True if a checkpoint was loaded."""
 
     def keep(self) -> None:
         """Note the counters at the end of a batch."""
         self._kept = self._now()
 
     def end_step(self) -> None:
-        """Note the counters at the end of an epoch, if the batch was its last one. Where `fit` ends inside of an epoch
+        """Note the counters at the end of an epoch, if the batch was its last one. If `fit` ends inside of an epoch
         Lightning counts the epoch, too; then the counters at the end of the batch stay."""
         if self._fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._kept = {**self._now(), "inside": False}
@@ -268,7 +268,7 @@ class _Loops:
 
 
 class _Callbacks:
-    """What callbacks return from ``state_dict()``."""
+    """The states that callbacks return from ``state_dict()``."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -332,7 +332,7 @@ def _loader_of(trainer: Any) -> LakeLoader:
 
 
 def _count(trainer: Any, loader: LakeLoader) -> int | None:
-    """Have Lightning count the steps of the epoch at hand; return the steps of the whole epoch, None if unknown."""
+    """Have Lightning count the steps of the current epoch; return the steps of the whole epoch, None if unknown."""
     loop = trainer.fit_loop
     loop._data_source.instance = loader  # a hook of the module would make another loader
     loop._combined_loader = None
@@ -344,7 +344,7 @@ def _count(trainer: Any, loader: LakeLoader) -> int | None:
 
 
 def _check_at_start(loader: LakeLoader) -> None:
-    """Raise ConfigError where Lightning would begin to count in the middle of the rows."""
+    """Raise ConfigError if Lightning would begin to count in the middle of the rows."""
     if loader.epoch != 0 or not loader._progress.at_start:
         raise ConfigError(
             f"the loader is in epoch {loader.epoch}, and no checkpoint of LakeCheckpoint says at which of Lightning's "
@@ -388,5 +388,5 @@ def _refuse_hooks(trainer: Any, *, has_state: bool) -> None:
             raise ConfigError(
                 f"{type(one).__name__}.on_save_checkpoint adds to Lightning's checkpoints, and LakeCheckpoint makes "
                 'none: give what is to be saved beside the module, LakeCheckpoint(…, state={"average": average}), or '
-                "state={} where nothing is"
+                "state={} if nothing is"
             )

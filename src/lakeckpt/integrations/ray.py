@@ -39,7 +39,7 @@ __all__ = ["CheckpointManager", "load", "prepare_data_loader"]
 _FOLDER = "lakeckpt"
 """Where the run lies, in the experiment's folder."""
 _FILE = "lakeckpt.json"
-"""What a checkpoint that Ray knows holds."""
+"""The file of a checkpoint that Ray knows."""
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 """By the names of pyarrow's filesystems."""
 
@@ -67,7 +67,7 @@ class CheckpointManager(manager.CheckpointManager):
         options: the other arguments of `lakeckpt.CheckpointManager`.
 
     Raises `ConfigError` outside of a training function, in Ray's local mode (``num_workers=0``), which keeps nothing,
-    and where runs cannot lie in the experiment's filesystem.
+    and if runs cannot lie in the experiment's filesystem.
     """
 
     def __init__(self, state: Mapping[str, Any], *, uri: str | PathLike[str] | None = None, **options: Any) -> None:
@@ -92,9 +92,9 @@ class CheckpointManager(manager.CheckpointManager):
     def step(self, batch: Any = None, *, metric: float | None = None, metrics: Mapping[str, Any] | None = None) -> None:
         """Count an optimizer step as `lakeckpt.CheckpointManager.step` does, and save if the policy says so.
 
-        Give it the ``batch``: without one, it is not known what the step used where a wrapper reads ahead, as Ray's
+        Give it the ``batch``: without one, it is not known what the step used if a wrapper reads ahead, as Ray's
         does, and with a reader in the state that is refused (`ConfigError`). ``metrics`` are Ray's metrics of this step
-        where it is saved: numbers, texts, or tensors of one element, which are read at a save only. Rank 0's count.
+        if it is saved: numbers, texts, or tensors of one element, which are read at a save only. Rank 0's count.
         """
         if batch is None and self._tracks:
             raise ConfigError(
@@ -146,7 +146,7 @@ def load(checkpoint: ray.train.Checkpoint, state: Mapping[str, Any], **options: 
     """Load a checkpoint that a `CheckpointManager` reported, such as ``result.checkpoint``, into ``state``'s objects.
 
     It calls `lakeckpt.load` with the run and the step that ``checkpoint`` names, and with ``options``. Raises what this
-    raises, such as `CheckpointNotFound` where the run has not kept the step; `ConfigError` for a checkpoint of others.
+    raises, such as `CheckpointNotFound` if the run has not kept the step; `ConfigError` for a checkpoint of others.
     """
     found = _read(checkpoint)
     if found is None:
@@ -155,7 +155,7 @@ def load(checkpoint: ray.train.Checkpoint, state: Mapping[str, Any], **options: 
 
 
 def _read(checkpoint: ray.train.Checkpoint) -> Any:
-    """Return what a checkpoint that Ray knows names; None where it is one of others."""
+    """Return what a checkpoint that Ray knows names; None if it is one of others."""
     with checkpoint.as_directory() as folder:
         file = Path(folder, _FILE)
         return json.loads(file.read_text("utf-8")) if file.is_file() else None

@@ -1,12 +1,12 @@
 """This module reads and saves in the replica groups of a torchft job, which die and heal while the others go on.
 
-What a step reads depends on who takes part in it. So a `LakeReplica` is asked for a batch when torchft's quorum is
-known, and deals the rows to the replicas of this quorum. Where the quorum changes, the rest of the epoch is dealt anew.
+The rows of a step depend on who takes part in it. So a `LakeReplica` is asked for a batch when torchft's quorum is
+known, and deals the rows to the replicas of this quorum. If the quorum changes, the rest of the epoch is dealt anew.
 torchft decides whether a step is committed, and `LakeReplica.step` looks at torchft's step number. The rows of a step
 that was not committed are read again, by the replicas of the next quorum.
 
 A replica that heals gets the objects of the state from a live one, the reader's place among them, by torchft's own
-transport. One replica group saves, as a `CheckpointManager` does. Where it heals, the ledger records what the others
+transport. One replica group saves, as a `CheckpointManager` does. If it heals, the ledger records what the others
 consumed meanwhile.
 
 torchft takes two replicas at the same step number for equal. The module starts no threads; torchft calls `_shared` on a
@@ -53,9 +53,9 @@ class LakeReplica:
     """The rows and the checkpoints of one replica group of a torchft job. An iterator of batches, and a context.
 
     Args:
-        manager: the ``torchft.Manager`` of this replica group, made with ``use_async_quorum=False``. What a step reads
-            depends on the quorum, so that nothing is won by an asynchronous one; and a replica that heals by one would
-            throw away the rows of its first step.
+        manager: the ``torchft.Manager`` of this replica group, made with ``use_async_quorum=False``. The rows of a
+            step depend on the quorum, so that nothing is won by an asynchronous one; and a replica that heals by one
+            would throw away the rows of its first step.
         uri: the run: a folder or URL that all replica groups can read.
         state: name → object, as for `CheckpointManager`, with one `LakeLoader`. These objects are saved, and a replica
             that heals loads them from a live one: the Manager needs no ``state_dict`` and ``load_state_dict`` for them.
@@ -114,10 +114,10 @@ class LakeReplica:
         return self
 
     def __next__(self) -> Any:
-        """Return the next batch of this step, which depends on the quorum of the step. It never ends: where an epoch
+        """Return the next batch of this step, which depends on the quorum of the step. It never ends: when an epoch
         ends, the next one begins.
 
-        Raises `ConfigError` where no quorum was started since the last step, or `step` was not called after it.
+        Raises `ConfigError` if no quorum was started since the last step, or `step` was not called after it.
         """
         if self._take_back is None or self._manager._quorum_future is not self._quorum:
             self._begin_step()
@@ -129,7 +129,7 @@ class LakeReplica:
         raise ConfigError(f"the table {self._loader.table.uri!r} has no row to train on")
 
     def step(self, *, metric: float | None = None) -> bool:
-        """Return whether torchft committed the step; save where ``persist_every`` says so. Call it in every replica,
+        """Return whether torchft committed the step; save if ``persist_every`` says so. Call it in every replica,
         right after torchft's ``optimizer.step()`` or ``should_commit()``, and after what belongs to the step.
 
         The rows of a step that was not committed are read again. ``metric`` and errors as in `CheckpointManager.step`.
@@ -164,7 +164,7 @@ class LakeReplica:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End as a `CheckpointManager` does: the last committed step is saved where the body ended well."""
+        """End as a `CheckpointManager` does: the last committed step is saved if the body ended well."""
         if self._checkpoints is not None:
             self._checkpoints.__exit__(kind, error, trace)
 
@@ -178,7 +178,7 @@ class LakeReplica:
         """Check that the step is a new one, and deal the rows to the replicas of its quorum."""
         quorum = self._manager._quorum_future
         if self._expected is None:
-            raise ConfigError("LakeReplica restores where its context begins: with LakeReplica(…) as replica:")
+            raise ConfigError("LakeReplica restores when its context begins: with LakeReplica(…) as replica:")
         if quorum is None or quorum is self._quorum:
             raise ConfigError(
                 "the rows of a step depend on its quorum: call torchft's optimizer.zero_grad(), or "

@@ -37,7 +37,7 @@ __all__ = ["LakeCheckpoint", "LakeDataLoader"]
 _STATE = "lakeckpt"
 """The key of a loader's state in torchtitan's own checkpoints, which hold a text: DCP loads no key that is new."""
 _METHODS = ("_load(step)", "_save(curr_step, last_step)", "_maybe_wait_for_staging()", "_wait_for_saving()", "_close()")
-"""What the base class of checkpointers leaves to `LakeCheckpoint`."""
+"""The methods that the base class of checkpointers leaves to `LakeCheckpoint`."""
 _FIELDS = ("folder", "interval", "keep_latest_k", "load_only", "enable_first_step_checkpoint")
 _REFUSED = (
     "initial_load_path",
@@ -52,13 +52,14 @@ class LakeDataLoader(BaseDataLoader):
     """Packed sequences of the table at ``dataset_path``, as ``({"input", "positions"}, labels)``, int64 of shape
     (batch, sequence): see `lakeckpt.pack`. With ``endless`` (the default) they never end.
 
-    A Trainer builds it from its `Config`. ``loader`` is the `lakeckpt.LakeLoader` inside. ConfigError where the config
+    A Trainer builds it from its `Config`. ``loader`` is the `lakeckpt.LakeLoader` inside. ConfigError if the config
     names no table.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """What is read. ``dataset_path`` is what `lakeckpt.open_table` takes; ``dataset`` does not count."""
+        """The table and its columns. ``dataset_path`` is what `lakeckpt.open_table` takes; ``dataset`` does not
+        count."""
 
         column: str = "text"
         """The column of documents: texts, or lists of tokens."""
@@ -164,7 +165,7 @@ class LakeCheckpoint(BaseCheckpointManager):
         """torchtitan's options, and those of a `lakeckpt.CheckpointManager`."""
 
         enable: bool = True
-        """Whether to save and load."""
+        """True: save and load."""
         initial_load_model_only: bool = False
         """Not used."""
         capture_every: int | None = None

@@ -62,7 +62,7 @@ _NOTES = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""What of a TrainerState is saved: the reader and the manager have the rest, or the Trainer's arguments."""
+"""The fields of a TrainerState that are saved: the reader and the manager have the rest, or the Trainer's arguments."""
 
 
 class LakeTrainer(Trainer):
@@ -85,10 +85,10 @@ class LakeTrainer(Trainer):
     checkpoints (``save_strategy``) are written beside the run and never read.
 
     A run goes on with any number of ranks, also in the middle of an epoch. With ``num_train_epochs``, the steps that
-    are left are counted for the ranks at hand, and so is the length of the schedule.
+    are left are counted for the current ranks, and so is the length of the schedule.
 
-    Raises ConfigError for a dataset of another kind, where the model is not whole on each rank (DeepSpeed, FSDP, tensor
-    parallelism), and where ranks would train apart.
+    Raises ConfigError for a dataset of another kind, if the model is not whole on each rank (DeepSpeed, FSDP, tensor
+    parallelism), and if ranks would train apart.
     """
 
     lr_scheduler: Any
@@ -112,11 +112,11 @@ class LakeTrainer(Trainer):
         self._lake_rows = 0
         """The rows that `train` has trained on, on all ranks."""
         self._lake_ended = False
-        """Whether the restored run has stopped early, and trains no more."""
+        """True if the restored run has stopped early, and trains no more."""
         self._lake_length: int | None = None
-        """The batches of the epoch at hand, where they are known."""
+        """The batches of the current epoch, if they are known."""
         self._lake_waits = False
-        """Whether the cut of the last step of an epoch waits for the end of the epoch."""
+        """True if the cut of the last step of an epoch waits for the end of the epoch."""
         super().__init__(model, args, *others, train_dataset=_loader_of(train_dataset, args), **options)
         _TRANSFORMERS.check(Trainer, *_METHODS)
         _TRANSFORMERS.check(self, *_FIELDS)
@@ -176,7 +176,7 @@ class LakeTrainer(Trainer):
         return self.lr_scheduler
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Train on one batch, as the Trainer does, and note the batch as used by the step at hand."""
+        """Train on one batch, as the Trainer does, and note the batch as used by the current step."""
         self._lake_used = getattr(inputs, "receipt", None)
         if self._lake_used is None:
             raise ConfigError(
@@ -225,7 +225,7 @@ class LakeTrainer(Trainer):
         )
 
     def _fit_schedule(self, planned: int) -> None:
-        """Make a schedule of ``planned`` steps anew where the run will have another number of steps."""
+        """Make a schedule of ``planned`` steps anew if the run will have another number of steps."""
         self.state.max_steps = self._steps_of_run()
         if self.state.max_steps != planned and self._created_lr_scheduler:
             saved, rates = self.lr_scheduler.state_dict(), [group["lr"] for group in self.optimizer.param_groups]
@@ -236,12 +236,12 @@ class LakeTrainer(Trainer):
                 group["lr"] = rate
 
     def _steps_of_run(self) -> int:
-        """Return the optimizer steps of the whole run, those that are done included, on the ranks at hand."""
+        """Return the optimizer steps of the whole run, those that are done included, on the current ranks."""
         place, loader = _place_of(self.train_dataset), self.train_dataset
         if self.args.max_steps > 0 or place is None:
             return int(self.args.max_steps)
         read, length = place
-        epochs = self.args.num_train_epochs - loader.epoch - 1  # after the epoch at hand
+        epochs = self.args.num_train_epochs - loader.epoch - 1  # after the current epoch
         if epochs < 0:
             wanted = ceil((1 + epochs) * self._updates(length)) - self._updates(read)
         else:
@@ -255,7 +255,7 @@ class LakeTrainer(Trainer):
         return -(-batches // each)
 
     def _run_epoch(self, **call: Any) -> None:
-        """Train on what is left of the reader's epoch at hand."""
+        """Train on what is left of the reader's current epoch."""
         loader = self.train_dataset
         loader._turn()  # the Trainer counts batches, so the loader has not seen the end of the epoch before
         place = _place_of(loader)
@@ -302,7 +302,7 @@ class _Schedule:
         self._trainer = trainer
 
     def state_dict(self) -> Any:
-        """Return the state of the scheduler at hand."""
+        """Return the state of the current scheduler."""
         return self._trainer.lr_scheduler.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
@@ -366,7 +366,7 @@ def _loader_of(given: object, args: Any) -> LakeLoader:
 
 
 def _place_of(loader: LakeLoader) -> tuple[int, int] | None:
-    """Return (batches of the epoch at hand that were read, batches that it has); None where this is not known."""
+    """Return (batches of the current epoch that were read, batches that it has); None if this is not known."""
     try:
         length = len(loader)
     except TypeError:

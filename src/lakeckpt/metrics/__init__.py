@@ -2,6 +2,12 @@
 
 `METRICS` lists the metrics: what loaders deliver and wait for, what stores give, and what managers save. They are
 counted in any case, and computed when somebody asks for them.
+
+::
+
+    counters of the process → [collect], by the names of [catalogue] → readings → [prometheus]
+                                                                                  [open_telemetry]
+                                                                                  [scalars]: TensorBoard
 """
 
 from __future__ import annotations

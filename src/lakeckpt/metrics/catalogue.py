@@ -22,7 +22,7 @@ class Metric:
     labels: tuple[str, ...]
     """The names of its labels. Each metric also has the label ``rank``, which is the data-parallel rank."""
     about: str
-    """What it counts, in a sentence."""
+    """The thing that it counts, in a sentence."""
     unit: Literal["", "seconds", "bytes"] = ""
     per: str = ""
     """For TensorBoard: the counter by whose growth that of this one is divided; empty: by seconds."""
@@ -60,7 +60,7 @@ METRICS: tuple[Metric, ...] = (
         kind="gauge",
         labels=("reader",),
         about="Epochs that the job has consumed of the reader, or of each source of a mixture: 2.25 is a quarter of "
-        "the third. Whole epochs where consumption depends on the data.",
+        "the third. Whole epochs if consumption depends on the data.",
     ),
     Metric(
         name="lakeckpt_skipped_rows",

@@ -96,7 +96,7 @@ def read() -> dict[str, float]:
     """Return all metrics of this process as plain numbers by name, for ``wandb.log`` and others.
 
     A name is ``lakeckpt/rows_total/train``: the metric, and the values of its labels other than ``rank`` and ``run``.
-    The last one is added where the process has several runs.
+    The last one is added if the process has several runs.
     """
     every = readings()
     tag = tag_of(every)

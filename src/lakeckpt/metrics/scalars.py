@@ -26,7 +26,7 @@ def log(writer: Any, step: int) -> None:
     Gauges are written as they are. Of counters, the growth per second since the last call with this writer is written,
     as ``lakeckpt/rows_per_second/train``; ``wait_per_second`` and ``stall_per_second`` are parts of the time.
     ``persist_seconds`` and ``capture_seconds`` are the mean of the saves and captures since then. The first call writes
-    gauges only. One thread calls it. Raises `ConfigError` where ``writer`` has no ``add_scalar``.
+    gauges only. One thread calls it. Raises `ConfigError` if ``writer`` has no ``add_scalar``.
     """
     if not callable(getattr(writer, "add_scalar", None)):
         raise ConfigError(f"log takes a SummaryWriter, which has add_scalar, got {type(writer).__name__}")

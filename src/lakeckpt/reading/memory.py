@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 __all__ = ["available_bytes", "machine_bytes"]
 
 _ANY = 1 << 62
-"""More than any machine has: where nothing is known."""
+"""More than any machine has: if nothing is known."""
 _PROC, _GROUPS = "/proc", "/sys/fs/cgroup"
 _OLD, _NEW = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"), ("max", "current", "inactive_file")
 
@@ -23,7 +23,7 @@ _Names = tuple[str, str, str]
 
 
 def machine_bytes(proc: str = _PROC, groups: str = _GROUPS) -> int:
-    """Return the memory of the machine, or less where a control group of this process allows less."""
+    """Return the memory of the machine, or less if a control group of this process allows less."""
     allowed = [limit for _, limit, _ in _limited(proc, groups)]
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *allowed])
 
@@ -62,7 +62,7 @@ def _limited_above(root: Path, path: str, names: _Names) -> Iterator[tuple[Path,
 
 
 def _number(path: Path, name: str | None = None) -> int | None:
-    """Return the number in the file, or in its line that begins with ``name``; None where there is none ("max")."""
+    """Return the number in the file, or in its line that begins with ``name``; None if there is none ("max")."""
     for line in _lines(path):
         words = line.split()
         if name is None or (words and words[0] == name):

@@ -21,7 +21,7 @@ from typing import Literal
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing.attempts import Attempt, Topology, TopologyLike, count, script
-from lakeckpt.testing.job import Job, MakeLoader, Saved, Step
+from lakeckpt.testing.job import Job, MakeLoader, SavedStates, Step
 from lakeckpt.testing.observed import Observed, Violation
 from lakeckpt.testing.packed_laws import PackedDocuments
 from lakeckpt.testing.receipt_laws import TrueRows
@@ -62,15 +62,15 @@ def assert_exactly_once(
         offsets: at how many steps of an epoch to restore, evenly spread: 1 or more, or ``"all"``.
         chains: how many random histories of several checkpoints, crashes and topologies to replay.
         key: what tells rows apart: None, whole rows; a column; or a function from an item to the keys of its rows.
-            A column's rows are held to the table's, batch by batch: where a transform drops, makes or reorders rows, or
+            A column's rows are held to the table's, batch by batch: if a transform drops, makes or reorders rows, or
             gives something else than columns, only a function will do. With ``drop_last=True`` it gives one key for
             each row.
-        expected: the keys of one epoch. None: those of the table; where a transform or ``key`` made them incomparable,
+        expected: the keys of one epoch. None: those of the table; if a transform or ``key`` made them incomparable,
             those of one run without a restore.
         seed: chooses the histories.
 
     Raises AssertionError saying what does not hold, with the smallest history found that shows it, as a script; and
-    ConfigError where the arguments leave nothing to prove.
+    ConfigError if the arguments leave nothing to prove.
     """
     every = [Topology.of(one) for one in topologies]
     if not every:
@@ -97,7 +97,7 @@ def replay(
     key: Key = None,
     expected: Iterable[Hashable] | None = None,
 ) -> None:
-    """Replay one history; AssertionError where a row did not count exactly once. Arguments as `assert_exactly_once`."""
+    """Replay one history; AssertionError if a row did not count exactly once. Arguments as `assert_exactly_once`."""
     if not history:
         raise ConfigError("a history has at least one attempt")
     law = _Law(make_loader, key=key, expected=expected, first=Topology.of(history[-1].topology))
@@ -152,7 +152,7 @@ class _Law:
 
     # --- jobs
 
-    def _job(self, topology: Topology, saved: Saved | None, observed: Observed) -> Job:
+    def _job(self, topology: Topology, saved: SavedStates | None, observed: Observed) -> Job:
         return Job(self._make_loader, topology, saved, observed, key=self._key, truth=self._truth)
 
     def _take(self, job: Job, steps: int) -> list[Step]:
@@ -204,7 +204,7 @@ class _Law:
     # --- histories
 
     def replay(self, history: Sequence[Attempt]) -> None:
-        """Run ``history``; Violation where it breaks the law."""
+        """Run ``history``; Violation if it breaks the law."""
         self._reference(Topology.of(history[-1].topology))
         saved, observed = None, self._fresh()
         for number, attempt in enumerate(history):
@@ -255,13 +255,13 @@ class _Law:
                 self.hold(history, partial(self._rest, target, saved, observed, rest))
 
     def _same_order(self, one: Topology, other: Topology) -> bool:
-        """Whether a checkpoint of ``one`` goes on in the very same order on ``other``."""
+        """True if a checkpoint of ``one`` goes on in the very same order on ``other``."""
         same = one.world_size == other.world_size and dict(one.options) == dict(other.options)
         return same and (self._in_order or one.num_workers == other.num_workers)
 
-    def _saves(self, topology: Topology) -> tuple[list[tuple[Saved, Observed]], list[Step]]:
+    def _saves(self, topology: Topology) -> tuple[list[tuple[SavedStates, Observed]], list[Step]]:
         """Return (what was saved, what had been consumed) before each step and after the last, and the steps."""
-        saves: list[tuple[Saved, Observed]] = []
+        saves: list[tuple[SavedStates, Observed]] = []
         steps: list[Step] = []
         history = [Attempt(topology=topology)]
 
@@ -284,7 +284,7 @@ class _Law:
         self.hold(history, run)
         return saves, steps
 
-    def _rest(self, topology: Topology, saved: Saved, observed: Observed, expected: list[Step] | None) -> None:
+    def _rest(self, topology: Topology, saved: SavedStates, observed: Observed, expected: list[Step] | None) -> None:
         job = self._job(topology, saved, observed.copy())
         try:
             found = self._finish(job)

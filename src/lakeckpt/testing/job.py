@@ -3,7 +3,7 @@
 Each rank has a loader of its own, made with an explicit rank and world size, so that no torch.distributed is needed.
 Every step is checked: all ranks have the same number of steps, receipts name the rows that the batch holds, and no
 micro-batch exceeds the batch size. `Job.save` takes the state as a checkpoint would, and checks that it is plain, equal
-on all ranks, and in agreement with the rows consumed. The next job gets nothing but this `Saved`.
+on all ranks, and in agreement with the rows consumed. The next job gets nothing but this `SavedStates`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from lakeckpt.testing.packed_laws import PackedDocuments
 from lakeckpt.testing.receipt_laws import TrueRows, check_receipts, dealt, planned_drop
 from lakeckpt.testing.row_keys import Key, RowKeys
 
-__all__ = ["Job", "MakeLoader", "Saved", "Step"]
+__all__ = ["Job", "MakeLoader", "SavedStates", "Step"]
 
 MakeLoader = Callable[..., Any]
 _END = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedStates:
     """The readers' states of a checkpoint, and the epoch of the job by our own count."""
 
     topology: Topology
@@ -59,7 +59,7 @@ class Job:
         self,
         make_loader: MakeLoader,
         topology: Topology,
-        saved: Saved | None,
+        saved: SavedStates | None,
         observed: Observed,
         *,
         key: Key,
@@ -88,7 +88,7 @@ class Job:
 
     @property
     def endless(self) -> bool:
-        """Whether the data has no end."""
+        """True if the data has no end."""
         return self.dataset.identity.endless
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class Job:
         self._iterators = []
         self.loaders = []
 
-    def _restore(self, saved: Saved) -> None:
+    def _restore(self, saved: SavedStates) -> None:
         same = (saved.topology.world_size, saved.topology.num_workers) == (
             self.topology.world_size,
             self.topology.num_workers,
@@ -178,7 +178,7 @@ class Job:
         self.observed.add_positions(receipt)
 
     def _by_epoch(self, found: list[Hashable], receipt: Receipt) -> Iterator[tuple[int, Iterable[Hashable]]]:
-        """Yield the keys to count for each epoch; Violation where they are not those of the receipt's positions."""
+        """Yield the keys to count for each epoch; Violation if they are not those of the receipt's positions."""
         assert self._plan is not None
         if isinstance(self._truth, PackedDocuments):
             yield from self._truth.tokens(found, receipt, self._plan)
@@ -192,14 +192,14 @@ class Job:
 
     # --- states
 
-    def save(self) -> Saved:
+    def save(self) -> SavedStates:
         """Return the state of the rows consumed. `Violation` if it is not plain, equal on all ranks, and true."""
         states = [loader.state_dict() for loader in self.loaders]
         if self.tracked or self.loaders[0] is self.dataset:
             states = [_as_json(state) for state in states]
         if self.tracked:
             self._check_states(states)
-        return Saved(topology=self.topology, epoch=self.epoch, states=tuple(states))
+        return SavedStates(topology=self.topology, epoch=self.epoch, states=tuple(states))
 
     def _check_states(self, states: list[Mapping[str, Any]]) -> None:
         others = [rank for rank, state in enumerate(states) if state != states[0]]
@@ -284,7 +284,7 @@ def _check_workers(loaders: list[Any], topology: Topology) -> None:
 
 
 def _check_untracked(loader: Any, dataset: LakeDataset) -> None:
-    """Refuse a loader without receipts where only receipts say what it gave."""
+    """Refuse a loader without receipts if only receipts say what it gave."""
     if dataset.packing is not None:
         raise ConfigError(
             f"packed sequences are counted by their receipts, and a {type(loader).__name__} has no last_receipt: check "

@@ -21,14 +21,14 @@ class Violation(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Observed:
-    """What a history has consumed so far."""
+    """The rows that a history has consumed so far."""
 
     rows: dict[int, Counter[Hashable]] = field(default_factory=dict)
     """epoch → how often each row, or token of a packed document, was consumed."""
     positions: dict[int, Intervals] = field(default_factory=dict)
     """epoch → positions that receipts name as consumed."""
     counted: str = "rows"
-    """What is counted, for people."""
+    """The name of the things that are counted, for people."""
 
     def copy(self) -> Observed:
         """Return a copy that counts separately."""
@@ -40,7 +40,7 @@ class Observed:
         self.rows.setdefault(epoch, Counter()).update(keys)
 
     def add_positions(self, receipt: Receipt) -> None:
-        """Note the positions of ``receipt``; Violation where one was consumed before."""
+        """Note the positions of ``receipt``; Violation if one was consumed before."""
         for epoch, positions in positions_of(receipt).items():
             before = self.positions.get(epoch, Intervals.empty())
             again = before.intersection(positions)

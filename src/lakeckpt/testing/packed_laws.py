@@ -39,7 +39,7 @@ class Token(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class _Sequence:
-    """What a position names."""
+    """The tokens that a position names."""
 
     values: list[int] = field(default_factory=list)
     tokens: dict[int, list[Token]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class PackedDocuments:
     def tokens(self, found: list[Hashable], receipt: Receipt, plan: Plan) -> Iterator[tuple[int, list[Token]]]:
         """Yield (epoch, tokens) of the sequences that ``receipt`` names; ``plan`` names the layouts of epochs.
 
-        Violation where ``found``, the tokens of each sequence of the batch, are not these.
+        Violation if ``found``, the tokens of each sequence of the batch, are not these.
         """
         named = [one for span in receipt.spans for one in self._at(span.epoch, span.start, span.stop, plan)]
         expected = [tuple(one.values) for one in named]

@@ -2,7 +2,7 @@
 
 A row is by default all of its columns, as plain Python values; or one column; or what a function of the caller's makes
 of it. The table's own rows are read by `pyarrow.dataset`, row group after row group, so that the law sees an error of
-lakeckpt's decoder. The decoder reads them where pyarrow knows less than the table's format: of partition columns,
+lakeckpt's decoder. The decoder reads them if pyarrow knows less than the table's format: of partition columns,
 renamed columns, and tables that are not local files.
 
 It changes nothing that it looks at.
@@ -54,7 +54,7 @@ class RowKeys:
 
     @property
     def comparable(self) -> bool:
-        """Whether keys of items can be compared with those of the table itself."""
+        """True if keys of items can be compared with those of the table itself."""
         return not callable(self._key) and not (self.dataset.has_transform and self._key is None)
 
     def of_item(self, item: Any) -> list[Hashable]:
@@ -146,7 +146,7 @@ def _check_packed(dataset: LakeDataset, key: Key) -> None:
 
 
 def _read_by_pyarrow(table: Table, group: int, schema: pa.Schema) -> pa.Table | None:
-    """Return the rows of a row group that are not deleted; None where pyarrow alone cannot tell them."""
+    """Return the rows of a row group that are not deleted; None if pyarrow alone cannot tell them."""
     index, storage = table.index, table.storage
     if index.partitions or index.columns or not isinstance(storage, LocalStorage):
         return None
@@ -196,7 +196,7 @@ def _joined(values: list[Hashable]) -> Hashable:
 
 
 def canonical(value: Any) -> Hashable:
-    """Return ``value`` as a hashable value that is equal where the contents are: arrays and tensors become tuples."""
+    """Return ``value`` as a hashable value that is equal if the contents are: arrays and tensors become tuples."""
     if isinstance(value, float):
         return "nan" if math.isnan(value) else value
     if value is None or isinstance(value, (str, bytes, int)):

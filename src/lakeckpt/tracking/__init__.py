@@ -1,1 +1,15 @@
-"""This package lets the ranks of a job compare facts and leave notes, and records which steps consumed what."""
+"""This package lets the ranks of a job compare facts and leave notes, and records which steps consumed what.
+
+::
+
+    a reader → [readers]: what a manager may ask of it → its state → [facts]: short texts
+                                                                        |
+    facts of each rank → [exchange] (the job's store) → [rounds] → [tally] → the same answer on every rank
+                             |
+                             +-- [waiting]: until another rank has written; [peers]: or its process has ended
+                             +-- [notes]: errors, as a kind and a text
+                             v
+    work that may fail on one rank → [votes] → fails on all, or on none
+
+    consumed at each optimizer step → [steps] → a record of runs of equal strides
+"""

@@ -1,8 +1,8 @@
 """This module turns dataclasses into the plain values of a document and back, by the types of their fields.
 
-`to_plain` gives what `lakeckpt.wire.envelope.dumps` packs: a dataclass is a dict of its fields, or a list of them where
+`to_plain` gives what `lakeckpt.wire.envelope.dumps` packs: a dataclass is a dict of its fields, or a list of them if
 it is marked by `as_row`. `from_plain` checks every type exactly and calls ``__post_init__``, where a class states what
-must hold between its fields. A field that is missing takes its default, where it has one; a field that the class does
+must hold between its fields. A field that is missing takes its default, if it has one; a field that the class does
 not have is refused. All errors name the document and the path to the field. The module imports the standard library
 only, so that `lakeckpt.core` may use it.
 
@@ -47,13 +47,13 @@ Positive = Annotated[int, _at_least(1)]
 
 def as_row(kind: type[_T]) -> type[_T]:
     """Mark a dataclass: its document is the list of its fields, without their names. Last fields that are None by
-    default are missing where they are None."""
+    default are missing if they are None."""
     setattr(kind, _ROW, True)
     return kind
 
 
 def to_plain(value: Any, kind: Any = None) -> Any:
-    """Return the plain values of ``value``; ``kind`` is its type, where that is not its class (``tuple[Leg, ...]``)."""
+    """Return the plain values of ``value``; ``kind`` is its type, if that is not its class (``tuple[Leg, ...]``)."""
     return _outer_form(type(value) if kind is None else kind).write(value)
 
 

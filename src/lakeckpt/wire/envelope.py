@@ -8,7 +8,7 @@ The header names the kind of the document and the version of its format::
     9        1      k, the length of the kind
     10       2      format version, major (big-endian, as all numbers here)
     12       2      format version, minor
-    14       2      1 where the payload is compressed (zlib), else 0
+    14       2      1 if the payload is compressed (zlib), else 0
     16       8      n, the length of the payload
     24       k      kind, ASCII
     24+k     n      payload, one msgpack value (see ``values``)

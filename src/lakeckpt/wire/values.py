@@ -47,7 +47,7 @@ class Tag(IntEnum):
 class TensorRef:
     """A leaf that stands for a tensor stored elsewhere under ``key``.
 
-    ``dim_order`` is the order of its dimensions in memory, from the outermost to the innermost, where that is not their
+    ``dim_order`` is the order of its dimensions in memory, from the outermost to the innermost, if that is not their
     own order (channels last: 0, 2, 3, 1). A fused optimizer steps through the memory of a parameter and its moments
     side by side, and needs both in one order.
     """
@@ -97,7 +97,7 @@ def join_payloads(payloads: Mapping[str, Payload]) -> Payload:
 def unpack(payload: bytes | memoryview, *, what: str) -> Any:
     """Return the value that `pack` packed into ``payload``. Arrays are writable and share nothing with it.
 
-    Raises `WireDamaged` where ``payload`` is no msgpack of ours, and `UnsupportedValue` for an extension that this
+    Raises `WireDamaged` if ``payload`` is no msgpack of ours, and `UnsupportedValue` for an extension that this
     version does not know; ``what`` names the document in both.
     """
     try:

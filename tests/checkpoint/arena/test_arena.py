@@ -27,6 +27,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import ArenaDamaged, ArenaError
+from tests.examples import examples
 
 SLICE, SLICES = 64, 5
 
@@ -209,7 +210,7 @@ def test_a_crash_at_any_write_leaves_the_newest_cut_or_the_one_before(
 
 
 @given(st.lists(st.tuples(st.sampled_from(["capture", "abandon", "hold", "release"]), st.integers(0, 3)), max_size=40))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_what_is_needed_is_never_written_to(actions: list[tuple[str, int]]) -> None:
     """Steps that are held, the newest one, and all that another rank may have to go back to stay whole."""
     import tempfile

@@ -13,7 +13,7 @@ import pytest
 from lakeckpt.checkpoint.arena import checksums, contents, layout
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.checksums import checked, look_over
-from lakeckpt.checkpoint.arena.contents import Contents, Documents, TensorPlace, TensorTable, contents_of
+from lakeckpt.checkpoint.arena.contents import Contents, GenerationDocuments, TensorPlace, TensorTable, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.checkpoint.arena.slices import plan_slices
@@ -35,7 +35,7 @@ LEAF = 64
 BYTES = {one.key: bytes((at * 50 + n) % 256 for n in range(one.size_bytes)) for at, one in enumerate(SPECS)}
 
 
-def documents(**changes: Any) -> Documents:
+def documents(**changes: Any) -> GenerationDocuments:
     told = {
         "trees": {"model": b"a tree", "lakeckpt.random": b""},
         "table": TensorTable(
@@ -43,7 +43,7 @@ def documents(**changes: Any) -> Documents:
         ),
         "readers": {"loader": b"\x00\xff"},
     }
-    return Documents(**{**told, **changes})
+    return GenerationDocuments(**{**told, **changes})
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_documents_that_make_no_sense_are_refused(arena: Arena, changed: dict[st
     plain = {"trees": {}, "table": _table(), "readers": {}, **changed}
     document = dumps(plain, kind="arena-contents", version=(1, 0))
     with pytest.raises(WireError):
-        Documents.from_bytes(document)
+        GenerationDocuments.from_bytes(document)
     capture(arena, document)
     with arena.hold() as held:
         assert held is not None
@@ -207,7 +207,7 @@ def test_digests_are_those_of_the_contents_wherever_they_lie(tmp_path: Path) -> 
         filling = arena.begin()
         assert filling is not None
         filling.data[:] = os.urandom(plan.data_bytes)
-        made = Documents(trees={}, table=TensorTable(places=places))
+        made = GenerationDocuments(trees={}, table=TensorTable(places=places))
         filling.complete(CutId(attempt=0, step=1), digest=bytes(16), documents=made.to_bytes())
         with arena.hold() as held:
             assert held is not None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.capture.links import Batch, Link
+from lakeckpt.checkpoint.capture.links import CopyBatch, Link
 
 __all__ = ["Device", "LinkedEngine", "SimulatedLink"]
 
@@ -97,7 +97,7 @@ class SimulatedLink:
         if self.orders:
             self.device.wait(1, self.device.record(0))
 
-    def copy(self, batch: Batch, /) -> Ticket:
+    def copy(self, batch: CopyBatch, /) -> Ticket:
         with self.device.lock:
             for to, source in batch.pairs:
                 for part in (slice(None, None, 2), slice(1, None, 2)):

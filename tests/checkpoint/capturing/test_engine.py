@@ -20,7 +20,7 @@ from torch import nn
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.capture import job as jobs
+from lakeckpt.checkpoint.capture import copier
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.moves import Issued, Moves
 from lakeckpt.checkpoint.format.fields import CutId
@@ -198,13 +198,13 @@ def test_slices_hold_the_state_however_tensors_lie_in_them(made: Made, folder: A
 def may_document(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set, no document of a generation is made."""
     may = threading.Event()
-    to_bytes = jobs.Documents.to_bytes
+    to_bytes = copier.GenerationDocuments.to_bytes
 
-    def late(documents: jobs.Documents) -> bytes:
+    def late(documents: copier.GenerationDocuments) -> bytes:
         assert may.wait(PATIENCE_S)
         return to_bytes(documents)
 
-    monkeypatch.setattr(jobs.Documents, "to_bytes", late)
+    monkeypatch.setattr(copier.GenerationDocuments, "to_bytes", late)
     return may
 
 

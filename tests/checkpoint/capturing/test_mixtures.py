@@ -25,7 +25,7 @@ from lakeckpt.checkpoint.capture import moves, slice_copier
 from lakeckpt.checkpoint.capture import samples as samples_module
 from lakeckpt.checkpoint.capture import store as store_module
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.capture.links import Batch
+from lakeckpt.checkpoint.capture.links import CopyBatch
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.checkpoint.format.fields import CutId
@@ -33,6 +33,7 @@ from lakeckpt.errors import SaveFailed, UnannouncedChange
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
 from tests.checkpoint.capturing.reading import CUT, IDENTITY
 from tests.checkpoint.capturing.stamped import Stamped, Stamper, check_stamps
+from tests.examples import examples
 from tests.patience import PATIENCE_S
 
 SLICE_BYTES = 256
@@ -203,7 +204,7 @@ def run_actions(folder: ArenaFolder, todo: list[tuple[str, int]], *, fences: boo
 
 
 @given(actions)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_copies_updates_and_crashes_in_any_order_leave_whole_steps(todo: list[tuple[str, int]]) -> None:
     with TemporaryDirectory() as name:
         assert run_actions(ArenaFolder(Path(name, "arenas")), todo) > 0
@@ -311,7 +312,7 @@ turns = st.lists(st.integers(0, 60), min_size=1, max_size=8)
 @example(2, [20] * 6, False, False)
 @example(1, [20] * 6, True, False)
 @example(2, [20] * 6, False, True)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_device_with_queues_of_its_own_leaves_whole_steps_also_where_its_memory_is_full(
     seed: int, turns: list[int], full: bool, joins: bool
 ) -> None:
@@ -337,7 +338,7 @@ class Behind(SimulatedLink):
             self.allowed += more
             self.changed.notify_all()
 
-    def copy(self, batch: Batch, /) -> Any:
+    def copy(self, batch: CopyBatch, /) -> Any:
         ticket = super().copy(batch)
         wait, done = ticket.wait, threading.Event()
 
@@ -493,7 +494,7 @@ def test_captures_behind_one_that_failed_are_whole(ahead: Callable[..., Ahead]) 
     for step in range(2, 14, 3):
         made = iter(range(100))
 
-        def copy_some(batch: Batch, /, made: Iterator[int] = made) -> Any:
+        def copy_some(batch: CopyBatch, /, made: Iterator[int] = made) -> Any:
             if next(made) == 5:
                 raise RuntimeError("the device is gone")
             return copy(batch)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.checkpoint.capture.links import Batch
+from lakeckpt.checkpoint.capture.links import CopyBatch
 from lakeckpt.checkpoint.capture.moves import Moves, joined
 from tests.checkpoint.capturing.device import Device, SimulatedLink
 
@@ -20,7 +20,7 @@ def test_what_is_gathered_arrives_and_nothing_between_far_ones_is_touched(sizes:
         expected[at : at + size] = 100 + number
         near.append((at + size, at + size + gap if gap < 64 else at + size))
         at += size + gap
-    batch = Batch(pairs)
+    batch = CopyBatch(pairs)
     for first in (1, 100):  # the second time as it was made ready the first time, of other values
         for number, (_, source) in enumerate(pairs):
             source.fill_(first + number)
@@ -39,7 +39,7 @@ def test_many_small_tensors_are_one_copy_and_a_large_one_is_its_own() -> None:
     small = [(memory[at : at + 60], torch.ones(60, dtype=torch.uint8)) for at in range(0, 640, 64)]
     large = (memory[640 : 640 + 2**19], torch.ones(2**19, dtype=torch.uint8))
     whole = (memory[2**20 - 64 : 2**20 - 32].view(torch.float32), torch.ones(8))
-    batch = Batch([*small, large, whole])
+    batch = CopyBatch([*small, large, whole])
     batch.queue()
     assert len(batch.to) == 3 and len(batch.gathers) == 1
 
@@ -48,7 +48,7 @@ def test_what_lies_among_small_tensors_and_is_not_gathered_is_not_overwritten() 
     memory = torch.zeros(112, dtype=torch.uint8)
     pairs = [(memory[at : at + 16], torch.full((16,), at, dtype=torch.uint8)) for at in (0, 16, 32, 64, 80, 96)]
     pairs.insert(3, (memory[48:64].view(torch.float32), torch.arange(4.0)))
-    batch = Batch(pairs)
+    batch = CopyBatch(pairs)
     batch.queue()
     assert len(batch.gathers) == 2
     assert all(torch.equal(to, source) for to, source in pairs)
@@ -58,12 +58,12 @@ def test_what_is_conjugated_or_negated_lazily_arrives_as_it_is_read() -> None:
     source = torch.randn(50, dtype=torch.complex64)
     to = torch.zeros(3, 50, dtype=torch.complex64)
     lazy = [source.conj(), torch.imag(source.conj()).to(torch.complex64), source]
-    batch = Batch([(row, one) for row, one in zip(to, lazy, strict=True)])
+    batch = CopyBatch([(row, one) for row, one in zip(to, lazy, strict=True)])
     batch.queue()
     assert all(torch.equal(row, one.resolve_conj().resolve_neg()) for row, one in zip(to, lazy, strict=True))
     negated = torch.imag(source.conj())
     assert negated.is_neg()
-    Batch([(one := torch.zeros(50), negated)]).queue()
+    CopyBatch([(one := torch.zeros(50), negated)]).queue()
     assert torch.equal(one, negated.resolve_neg())
 
 

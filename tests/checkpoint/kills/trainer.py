@@ -25,7 +25,7 @@ from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent import link
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.capture import job, moves
+from lakeckpt.checkpoint.capture import copier, moves
 from lakeckpt.errors import AgentError, MissingRanksError, SaveFailed
 from lakeckpt.tracking.exchange import exchange_of_group
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
@@ -198,14 +198,14 @@ class Trainer:
 
     def _note_completed(self, done: int) -> None:
         """Note which cuts are complete: a bit for each step. Those behind ``done`` are not of this history."""
-        complete, notes, name = job.Job.complete, self.notes, f"completed {self.rank}"
+        complete, notes, name = copier.Capture.complete, self.notes, f"completed {self.rank}"
         notes[name] &= (2 << done) - 1
 
-        def noted(one: job.Job, documents: bytes) -> None:
+        def noted(one: copier.Capture, documents: bytes) -> None:
             complete(one, documents)
             notes[name] |= 1 << one.cut.step
 
-        job.Job.complete = noted  # type: ignore[method-assign]
+        copier.Capture.complete = noted  # type: ignore[method-assign]
 
 
 def halve_copies(points: Points) -> None:

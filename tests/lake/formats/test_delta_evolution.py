@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakeckpt import open_table
+from tests.examples import examples
 from tests.lake.formats.delta_log import add_file, adds, commit, delete_rows, upgrade, versions, write_mapped
 from tests.lake.formats.delta_tables import assert_all_versions
 
@@ -95,7 +96,7 @@ OPERATIONS = ("write", "rename", "drop", "add", "move", "widen", "delete")
 STEPS = st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 9)), min_size=1, max_size=7)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(mode=st.sampled_from(["name", "id"]), steps=STEPS)
 def test_every_version_of_any_evolution_is_what_deltalake_reads(mode: Mode, steps: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -11,6 +11,7 @@ from deltalake import DeltaTable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.lake.formats.delta_log import Kind, adds, commit, delete_rows, upgrade
 from tests.lake.formats.delta_tables import actions_of, assert_all_versions, of, write
 
@@ -84,7 +85,7 @@ OPERATIONS = (
 STEPS = st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 9))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(steps=st.lists(STEPS, min_size=1, max_size=7))
 def test_every_version_of_any_history_is_what_deltalake_reads(steps: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -23,6 +23,7 @@ from pyiceberg.types import LongType, StringType
 from lakeckpt import LakeDataset, LakeLoader, Table, open_table
 from lakeckpt.reading.filters.count import count_rows
 from lakeckpt.reading.filters.row_filter import row_filter
+from tests.examples import examples
 from tests.faults.fault_proxy import At, FaultProxy, HttpFault
 from tests.lake.conftest import S3
 from tests.lake.formats.delta_log import add_file, commit, delete_rows, upgrade
@@ -113,7 +114,7 @@ def test_partitions_and_evolved_columns(evolved: Path, expression: pc.Expression
     assert decoded(table, expression) == groups
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(data=st.data())
 def test_random_tables_of_several_files_under_pyarrows_dataset(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -29,6 +29,7 @@ from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 from lakeckpt.testing import assert_exactly_once
 from tests.data.reading import dataset_of
+from tests.examples import examples
 from tests.lake.conftest import CANARY, S3
 from tests.lake.formats.hudi_tables import SPARK, Crafted, instants, theirs, written_by_spark
 from tests.lake.formats.rows import bag, delivered_of
@@ -295,7 +296,7 @@ def test_every_row_that_exists_counts_once(root: Path) -> None:
 FILES = st.dictionaries(st.integers(0, 4), st.integers(1, 5), min_size=1, max_size=3)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(history=st.lists(st.tuples(st.booleans(), FILES), min_size=1, max_size=5))
 def test_every_instant_of_any_history_is_what_hudi_reads(history: list[tuple[bool, dict[int, int]]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -30,6 +30,7 @@ from lakeckpt.errors import DataFileDamaged, TableError, TableVersionGone
 from lakeckpt.lake.formats.iceberg.plan import Entry as DeleteFile
 from lakeckpt.lake.formats.iceberg.plan import PlannedFile
 from lakeckpt.lake.formats.iceberg.position_deletes import deleted_rows
+from tests.examples import examples
 from tests.lake.formats.iceberg_tables import (
     Entry,
     at_version_3,
@@ -261,7 +262,7 @@ class Bytes:
         return io.BytesIO(self.data)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(rows=st.sets(st.integers(0, 2**34) | st.integers(0, 70_000), min_size=1, max_size=50), more=st.integers(0, 99))
 def test_any_vector_is_read_back(rows: set[int], more: int) -> None:
     blob = vector_blob(sorted(rows))

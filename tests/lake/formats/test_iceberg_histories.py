@@ -15,6 +15,7 @@ from pyiceberg.table import StaticTable, Table
 from pyiceberg.types import IntegerType, LongType, NestedField, StringType
 
 from lakeckpt import open_table
+from tests.examples import examples
 from tests.lake.formats.iceberg_tables import Entry, at_version_3, commit, deletion_vectors, position_deletes, warehouse
 from tests.lake.formats.rows import delivered, rows_of
 
@@ -110,7 +111,9 @@ class History:
 
 
 @pytest.mark.filterwarnings("ignore:Delete operation did not match any records:UserWarning")
-@settings(max_examples=6, phases=[Phase.explicit, Phase.generate], suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=examples(6), phases=[Phase.explicit, Phase.generate], suppress_health_check=[HealthCheck.too_slow]
+)
 @given(acts=ACTS, bits=st.integers(0, 2**30))
 def test_every_snapshot_delivers_what_pyiceberg_reads(acts: list[tuple[str, int]], bits: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -22,6 +22,7 @@ from lakeckpt.reading.filters.count import count_rows, units_of
 from lakeckpt.reading.filters.decoder import FilteredDecoder
 from lakeckpt.reading.filters.row_filter import row_filter
 from lakeckpt.reading.filters.selection import EVERY, NONE
+from tests.examples import examples
 from tests.reading.filters.filtering import expressions, kept_by_pyarrow, tables, with_deletes
 
 f = pc.field
@@ -68,7 +69,7 @@ def kept_by_hand(table: Table, whole: pa.Table, expression: pc.Expression, delet
     ]
 
 
-@settings(max_examples=35)
+@settings(max_examples=examples(35))
 @given(data=st.data(), group_rows=st.integers(1, 9), statistics=st.booleans())
 def test_counts_and_rows_are_those_of_pyarrows_filter_without_deleted_rows(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, group_rows: int, statistics: bool

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from lakeckpt.errors import ConfigError, SchemaError
 from lakeckpt.reading.filters.row_filter import row_filter
+from tests.examples import examples
 from tests.reading.filters.filtering import expressions, kept_by_pyarrow, tables
 
 f = pc.field
@@ -104,7 +105,7 @@ def test_the_columns_of_a_wide_table_are_found() -> None:
     assert row_filter((f("c7") > f("c211")) | f("c299").is_null(), schema).columns == ("c7", "c211", "c299")
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(data=st.data())
 def test_a_filter_that_was_pickled_to_a_worker_is_the_same(data: st.DataObject) -> None:
     table = data.draw(tables())

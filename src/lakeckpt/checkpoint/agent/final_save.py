@@ -43,7 +43,7 @@ def agree_on_final_save(
     ``recorded``; else None.
 
     Trainers need not die at once: a trainer that waits for another's message notices the death when its own timeout is
-    over. So ``linger_s`` are added to the time that a save has, ``timeout_s``. ``still`` raises where waiting has
+    over. So ``linger_s`` are added to the time that a save has, ``timeout_s``. ``still`` raises if waiting has
     become pointless. Raises `MissingRanksError` naming the ranks whose agents wrote nothing in time, and
     `StorageError`.
     """

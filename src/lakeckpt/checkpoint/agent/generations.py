@@ -30,7 +30,7 @@ def digest_of_run(run: str, storage: Storage) -> bytes:
     """Return the digest (16 bytes) by which a node knows the arenas and the agents of the run in ``storage``.
 
     The first half is the digest of the run's place alone (`digest_of_place`): a restart whose run is away knows the
-    place and not the run. The second half is of the run and its place, where ``storage`` has a ``name``: a copy of a
+    place and not the run. The second half is of the run and its place, if ``storage`` has a ``name``: a copy of a
     run has the same id, and goes its own way. A run that was moved is another run here, and goes on from its newest
     checkpoint.
     """
@@ -57,7 +57,7 @@ def identity_of(digest: bytes, *, rank: int, world_size: int) -> ArenaIdentity:
 class Generations:
     """The complete generations of ``identity`` in ``folder``. Used by one thread at a time.
 
-    All methods raise `ArenaError` where this process can open no more files. An arena that is damaged, or another
+    All methods raise `ArenaError` if this process can open no more files. An arena that is damaged, or another
     number of ranks has left, counts as none.
     """
 
@@ -98,7 +98,7 @@ class Generations:
             self._open = None
 
     def remove(self) -> bool:
-        """Remove the arena. Returns False where a trainer fills it."""
+        """Remove the arena. Returns False if a trainer fills it."""
         if self._arena() is not None:
             try:
                 self._folder.remove(self._name)

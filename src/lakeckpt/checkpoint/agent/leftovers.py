@@ -1,9 +1,10 @@
 """This module lists what runs keep on this node, and removes what nobody uses: arenas, and logs of agents.
 
-A run keeps arenas while its trainers live, and where a trainer died with a cut that is not in storage: a job that is
-started again goes on from there. Locks that the kernel releases with their holders show whether a trainer fills an
-arena and whether the agent of its rank lives. They are held while something is removed, so that nobody begins to use
-it meanwhile. A job cannot go on from memory that was removed, so only the user removes it. Imports without torch.
+An arena stays while its trainer lives. It also stays if the trainer died and its newest cut is not in storage, because
+a restarted job can continue from that cut. Locks that the kernel releases with their holders show whether a trainer
+fills an arena and whether the agent of its rank lives. They are held while something is removed, so that nobody begins
+to use it meanwhile. A job cannot go on from memory that was removed, so only the user removes it. Imports without
+torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lakeckpt.errors import ArenaError
 __all__ = ["KeptArena", "Use", "kept_in", "left_logs", "reclaim", "remove_log"]
 
 Use = Literal["filled", "kept by its agent", "left", "damaged"]
-"""Who needs an arena: its trainer; an agent, to persist it; nobody; nobody can use it."""
+"""The user of an arena: its trainer; an agent, to persist it; none; none is possible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +35,12 @@ class KeptArena:
 
     @property
     def is_left(self) -> bool:
-        """Whether it can be reclaimed."""
+        """True if it can be reclaimed."""
         return self.use in ("left", "damaged")
 
 
 def kept_in(folder: ArenaFolder) -> list[KeptArena]:
-    """Return the arenas in ``folder``, by name. Raises `ArenaError` where the folder is not this user's alone."""
+    """Return the arenas in ``folder``, by name. Raises `ArenaError` if the folder is not this user's alone."""
     return [_kept(folder, info) for info in folder.found()]
 
 

@@ -42,8 +42,8 @@ _libc = ctypes.CDLL(None, use_errno=True)  # its calls release the interpreter's
 class Arena:
     """The arena in the file opened as ``descriptor``, which the arena owns from then on. ``name`` is for messages.
 
-    ``writes``: to fill generations. Raises `ArenaError` where another opening fills them already, `ArenaDamaged` where
-    the file is not an arena of the size that it names, and `ArenaError` where it cannot be mapped.
+    ``writes``: to fill generations. Raises `ArenaError` if another opening fills them already, `ArenaDamaged` if
+    the file is not an arena of the size that it names, and `ArenaError` if it cannot be mapped.
     """
 
     def __init__(self, descriptor: int, name: str, *, writes: bool) -> None:
@@ -93,12 +93,12 @@ class Arena:
 
     @property
     def is_filled(self) -> bool:
-        """Whether another opening of this arena fills it: its trainer lives."""
+        """True if another opening of this arena fills it: its trainer lives."""
         return self._locks.taken(self._writer)
 
     @property
     def is_there(self) -> bool:
-        """Whether others can find the arena: its file has not been removed."""
+        """True if others can find the arena: its file has not been removed."""
         return os.fstat(self._descriptor).st_nlink > 0
 
     # --- what is complete
@@ -173,10 +173,10 @@ class Arena:
     # --- what is written
 
     def begin(self, *, common: int | None = None) -> Filling | None:
-        """Begin a generation; None where there is no generation to spare: the cut is then skipped.
+        """Begin a generation; None if there is no generation to spare: the cut is then skipped.
 
         ``common``: the newest step that every rank is known to have complete; generations from that step on stay. None:
-        nothing is known, and a generation is begun only where those of two newer steps are complete, because one rank
+        nothing is known, and a generation is begun only if those of two newer steps are complete, because one rank
         may be a step ahead of another when it dies. An attempt may have captured several generations of one step: only
         the last of them is kept. A generation of the step that an earlier attempt has captured is kept as long as there
         is room.
@@ -185,7 +185,7 @@ class Arena:
         with self._lock:  # so that no generation that is completed meanwhile looks as if nobody filled it
             for number in self._spare(common):
                 if not self._holding[number] and self._locks.take(number):
-                    # Odd, and larger than any before: also where a writer died.
+                    # Odd, and larger than any before: also if a writer died.
                     sequence = max(map(self._sequence, range(self.layout.generations)))
                     sequence += 1 + sequence % 2
                     self._put_sequence(number, sequence)
@@ -224,7 +224,7 @@ class Arena:
                 self._locks.drop(number)
 
     def empty(self) -> None:
-        """Free the memory of all generations that nobody holds, also where others have it mapped, and discard them.
+        """Free the memory of all generations that nobody holds, also if others have it mapped, and discard them.
         Generations that somebody holds, to persist them, stay as they are."""
         assert self.writes, "this opening of the arena only reads"
         for number in range(self.layout.generations):
@@ -240,7 +240,7 @@ class Arena:
                 self._release(number)
 
     def _free(self, number: int) -> None:
-        """Free the whole pages in which documents and data of a generation lie. Where a file system cannot do that,
+        """Free the whole pages in which documents and data of a generation lie. If a file system cannot do that,
         they stay taken until nobody has them mapped."""
         begin = -(-self.layout.documents_at(number) // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (self.layout.data_at(number) + self.layout.data_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -259,7 +259,7 @@ class Arena:
             _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), advice)
 
     def _end(self, number: int, record: GenerationRecord | None) -> None:
-        """End the filling of a generation, which is complete where there is a ``record``."""
+        """End the filling of a generation, which is complete if there is a ``record``."""
         with self._lock:
             if record is not None:
                 self._read[number] = record
@@ -289,7 +289,7 @@ class Held:
 
     @property
     def is_there(self) -> bool:
-        """Whether the generation was not begun anew. Bytes of it that were read before are then of the cut."""
+        """True if the generation was not begun anew. Bytes of it that were read before are then of the cut."""
         return self.arena._record(self.number) == self.record
 
     def checksums(self) -> bytes | None:
@@ -307,7 +307,7 @@ class Held:
         os.pwrite(self.arena._descriptor, found.to_bytes(), self.arena.layout.checksums_at(self.number))
 
     def documents(self) -> bytes:
-        """Return the documents of the cut. Raises `ArenaDamaged` where they are not what was written."""
+        """Return the documents of the cut. Raises `ArenaDamaged` if they are not what was written."""
         at = self.arena.layout.documents_at(self.number)
         found = bytes(self.arena._view[at : at + self.record.documents_bytes])
         if checksum(found) != self.record.documents_checksum:

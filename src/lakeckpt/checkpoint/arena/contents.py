@@ -7,9 +7,9 @@
                that it is made once
     readers    name → the record of a reader at the cut, opaque here
 
-`Documents` writes and reads them. `contents_of` joins them with the data of a generation that is held: `Contents`
-verifies tensors, and copies them to where they belong. Tensors are verified only if somebody has taken the checksums of
-the generation (`Contents.checksums`).
+`GenerationDocuments` writes and reads them. `contents_of` joins them with the data of a generation that is held:
+`Contents` verifies tensors, and copies them to where they belong. Tensors are verified only if somebody has taken the
+checksums of the generation (`Contents.checksums`).
 
 Imports without torch. Threads are started and joined inside `Contents.verify`, `Contents.fill` and
 `Contents.fill_range`.
@@ -32,7 +32,7 @@ from lakeckpt.errors import ArenaDamaged, WireError
 from lakeckpt.wire.documents import Count, as_row, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["Contents", "Documents", "TensorPlace", "TensorTable", "contents_of"]
+__all__ = ["Contents", "GenerationDocuments", "TensorPlace", "TensorTable", "contents_of"]
 
 _KIND, _VERSION = "arena-contents", (1, 0)
 _TABLE_KIND, _TABLE_VERSION = "arena-table", (1, 0)
@@ -83,7 +83,7 @@ class TensorTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Documents:
+class GenerationDocuments:
     """The documents of a generation, beside its data."""
 
     trees: Mapping[str, bytes]
@@ -95,10 +95,10 @@ class Documents:
         return dumps(to_plain(self), kind=_KIND, version=_VERSION)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Documents:
+    def from_bytes(cls, data: bytes) -> GenerationDocuments:
         """Return the documents of which `to_bytes` made ``data``. Raises `WireError`."""
         plain = loads(data, kind=_KIND, supported=_VERSION)
-        found: Documents = from_plain(cls, plain, "the contents of a generation")
+        found: GenerationDocuments = from_plain(cls, plain, "the contents of a generation")
         return found
 
 
@@ -108,7 +108,7 @@ class Contents:
     valid for as long as it is held."""
 
     held: Held
-    documents: Documents
+    documents: GenerationDocuments
     checksums: bytes | None = field(repr=False)
     """The digests of the leaves of the data; None if nobody has taken them. Nothing is verified then."""
 
@@ -198,11 +198,11 @@ class Contents:
 
 
 def contents_of(held: Held) -> Contents:
-    """Return the contents of a held generation. Tensors are not looked at. Raises `ArenaDamaged` where the documents
+    """Return the contents of a held generation. Tensors are not looked at. Raises `ArenaDamaged` if the documents
     make no sense."""
     data = held.documents()
     try:
-        documents = Documents.from_bytes(data)
+        documents = GenerationDocuments.from_bytes(data)
     except WireError as error:
         raise ArenaDamaged(
             f"in the arena {held.arena.name!r}, what step {held.record.cut.step} holds cannot be read: {error}. Take "

@@ -28,7 +28,7 @@ class Filling:
 
     layout: ArenaLayout
     number: int
-    """Which of the arena's generations it is."""
+    """Its number among the generations of the arena."""
     sequence: int
     """Its sequence number until it is complete: an odd number."""
     memory: memoryview

@@ -62,7 +62,7 @@ class ArenaFolder:
         return f"ArenaFolder({self.path!r})"
 
     def make(self) -> None:
-        """Make the folder, if it is not there. Raises `ArenaError` where it cannot hold arenas."""
+        """Make the folder, if it is not there. Raises `ArenaError` if it cannot hold arenas."""
         with self._opened(make=True):
             pass
 
@@ -73,8 +73,8 @@ class ArenaFolder:
     def create(self, layout: ArenaLayout) -> Arena:
         """Make an arena in the place of the one that its rank has, and open it to be filled.
 
-        Raises `ArenaError` where no room is free, another process fills that arena, or the file system cannot hold
-        arenas. Nothing new is left where it fails, nor where the process is killed meanwhile.
+        Raises `ArenaError` if no room is free, another process fills that arena, or the file system cannot hold
+        arenas. Nothing new is left if it fails, nor if the process is killed meanwhile.
         """
         name = self.name_of(layout.identity)
         self.remove(name)
@@ -95,13 +95,13 @@ class ArenaFolder:
             return arena
 
     def open(self, name: str, *, writes: bool = False) -> Arena:
-        """Open an arena that `found` named. Raises `ArenaDamaged`, `ArenaError`; ``FileNotFoundError`` where it is
+        """Open an arena that `found` named. Raises `ArenaDamaged`, `ArenaError`; ``FileNotFoundError`` if it is
         gone."""
         with self._opened() as folder:
             return Arena(self._file(name, folder), name, writes=writes)
 
     def found(self) -> list[ArenaInfo]:
-        """Return all arenas here by name, also those that cannot be read. Raises `ArenaError` where this process can
+        """Return all arenas here by name, also those that cannot be read. Raises `ArenaError` if this process can
         open no more files, or map no more memory: then nothing is known of any arena."""
         try:
             with self._opened() as folder:
@@ -115,7 +115,7 @@ class ArenaFolder:
     def remove(self, name: str) -> None:
         """Remove an arena, if it is there. Generations that somebody holds, to persist them, stay until released.
 
-        Raises `ArenaError` where another process fills it, or it cannot be looked at.
+        Raises `ArenaError` if another process fills it, or it cannot be looked at.
         """
         with contextlib.suppress(FileNotFoundError), self._opened() as folder:
             try:
@@ -129,7 +129,7 @@ class ArenaFolder:
 
     @contextlib.contextmanager
     def _opened(self, *, make: bool = False) -> Iterator[int]:
-        """Open the folder while the block runs. Raises ``FileNotFoundError`` where it is not there, unless it is to be
+        """Open the folder while the block runs. Raises ``FileNotFoundError`` if it is not there, unless it is to be
         made, and `ArenaError`."""
         unmade: str | None = None  # not the error: that would keep the frames of all callers, and what they hold
         if make:

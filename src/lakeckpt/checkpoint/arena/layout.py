@@ -41,7 +41,7 @@ _CHECKSUMS_ROOM = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaIdentity:
-    """Whose cuts these are: the run (16 bytes), and which rank of how many."""
+    """The owner of the cuts: the run (16 bytes), the rank, and the number of ranks."""
 
     run: Digest
     rank: Count

@@ -29,7 +29,7 @@ class FileLocks:
         _every.add(self)
 
     def take(self, place: int, *, shared: bool = False) -> bool:
-        """Lock a place, shared or exclusively. Returns False where another opening of the file excludes that."""
+        """Lock a place, shared or exclusively. Returns False if another opening of the file excludes that."""
         return self._set(place, fcntl.F_RDLCK if shared else fcntl.F_WRLCK)
 
     def drop(self, place: int) -> None:

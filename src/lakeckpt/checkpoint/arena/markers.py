@@ -42,7 +42,7 @@ class Marker:
 
 
 def launchers(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the names of what restarts this process as a part of one job; empty where nothing says so.
+    """Return the names of what restarts this process as a part of one job; empty if nothing says so.
 
     >>> launchers({"SLURM_JOB_ID": "81"}), launchers({"TORCHELASTIC_RUN_ID": "exp-7"})
     (('Slurm job 81',), ('torchrun exp-7',))

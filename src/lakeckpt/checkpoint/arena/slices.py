@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, short_digest
 from lakeckpt.lake.storage.direct import PAGE_BYTES, STRAIGHT_BYTES
 
-__all__ = ["Piece", "SlicePlan", "aligned", "fitting_slice_bytes", "plan_slices"]
+__all__ = ["SlicePiece", "SlicePlan", "aligned", "fitting_slice_bytes", "plan_slices"]
 
 _MOST_SLICE_BYTES = 16 * 2**20
 _FEW = 256
@@ -30,7 +30,7 @@ _LEAVES_FROM_BYTES = 8 * LEAF_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class SlicePiece:
     """Bytes [start, stop) of the tensor ``key``, which are copied to ``at`` in the arena's data."""
 
     key: str
@@ -45,7 +45,7 @@ class SlicePlan:
 
     places: Mapping[str, tuple[int, int]]
     slice_bytes: int
-    slices: tuple[tuple[Piece, ...], ...]
+    slices: tuple[tuple[SlicePiece, ...], ...]
     digest: bytes = field(init=False)
     """The digest of the places and the size of slices: arenas of equal digest are laid out alike."""
 
@@ -66,10 +66,10 @@ class SlicePlan:
 
 
 def fitting_slice_bytes(size_bytes: int, *, linked: bool = False) -> int:
-    """Return the size of slices where ``size_bytes`` are to be copied: a power of two that makes 256 slices or more,
+    """Return the size of slices if ``size_bytes`` are to be copied: a power of two that makes 256 slices or more,
     from a leaf of digests (1 MiB) to 16 MiB; ``linked``, from a device, 64 or more, from 4 MiB to 64 MiB.
 
-    Where a bubble ends, most of a slice lies outside of it. So the number of slices counts: with 256 slices, the ends
+    When a bubble ends, most of a slice lies outside of it. So the number of slices counts: with 256 slices, the ends
     of five bubbles cost less than 2 % of the bytes. On the link of a GPU, 64 MiB take a millisecond, and to queue the
     copy costs the thread that trains a tenth of that.
 
@@ -110,10 +110,10 @@ def aligned(end: int, size_bytes: int) -> int:
     return -(-end // alignment) * alignment
 
 
-def _slices(places: Mapping[str, tuple[int, int]], slice_bytes: int, end: int) -> tuple[tuple[Piece, ...], ...]:
-    found: list[list[Piece]] = [[] for _ in range(0, end, slice_bytes)]
+def _slices(places: Mapping[str, tuple[int, int]], slice_bytes: int, end: int) -> tuple[tuple[SlicePiece, ...], ...]:
+    found: list[list[SlicePiece]] = [[] for _ in range(0, end, slice_bytes)]
     for key, (at, size) in places.items():
         for number in range(at // slice_bytes, -(-(at + size) // slice_bytes) if size else 0):
             start, stop = max(number * slice_bytes, at), min((number + 1) * slice_bytes, at + size)
-            found[number].append(Piece(key=key, start=start - at, stop=stop - at, at=start))
+            found[number].append(SlicePiece(key=key, start=start - at, stop=stop - at, at=start))
     return tuple(map(tuple, found))

@@ -37,7 +37,7 @@ class Gate:
     """
 
     paces = False
-    """Whether slices may have to wait. If they never wait, slices from a device may move together."""
+    """True if slices may have to wait. If they never wait, slices from a device may move together."""
 
     def start(self, size_bytes: int, /) -> None:
         """Begin a capture, which moves ``size_bytes`` before its fence."""

@@ -187,7 +187,7 @@ class BubblePolicy:
 
     @property
     def foresees(self) -> bool:
-        """Whether windows of this iteration were foreseen."""
+        """True if windows of this iteration were foreseen."""
         return bool(self._foreseen)
 
     def open(self, site: str, kind: Kind, at_s: float) -> str:

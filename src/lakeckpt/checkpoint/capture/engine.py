@@ -32,8 +32,8 @@ from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.bubbles.gate import Gate
+from lakeckpt.checkpoint.capture.copier import Capture, Copier
 from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph, owners
-from lakeckpt.checkpoint.capture.job import Copier, Job
 from lakeckpt.checkpoint.capture.links import Link, open_link
 from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
@@ -96,7 +96,7 @@ class CaptureEngine:
         self._linked: CapturePlan | None = None  # the plan whose devices have links
         self._documents_bytes = 0
         self._samples: Samples | None = None
-        self._current: Job | None = None  # the newest capture, as long as it is under way
+        self._current: Capture | None = None  # the newest capture, as long as it is under way
         self._under_way = 0
         self._making = False
         self.completed: int | None = None
@@ -127,7 +127,7 @@ class CaptureEngine:
         generation is known to be complete on all ranks. ``must``: wait for the arena and for the capture before,
         instead of skipping the cut.
 
-        Raises errors that occurred since the last call: `ArenaError` where there is no
+        Raises errors that occurred since the last call: `ArenaError` if there is no
         memory, `UnannouncedChange` for a tensor that changed before its fence, `SaveFailed` for anything else. Raises
         `UnsupportedValue` for a state that cannot be captured, with its path, and `ConfigError` in a CUDA graph.
         """
@@ -147,7 +147,7 @@ class CaptureEngine:
         if filling is None:
             return False
         try:
-            job = Job(
+            capture = Capture(
                 cut=cut,
                 digest=digest,
                 readers=readers or {},
@@ -169,9 +169,9 @@ class CaptureEngine:
         for over in [one for one in list(self._dropped) if one == cut.step or one <= cut.step - _REMEMBERED]:
             self._dropped.pop(over, None)
         with self._changed:
-            self._current = job
+            self._current = capture
             self._under_way += 1
-        self._copier.do(lambda: self._run(job))
+        self._copier.do(lambda: self._run(capture))
         return True
 
     def fence(self) -> None:
@@ -228,9 +228,9 @@ class CaptureEngine:
         return self._planner.late
 
     def _fence(self) -> None:
-        job = self._current
-        if job is not None and os.getpid() == self._process:  # a forked child has no copier, and no state of ours
-            job.slices.fence()
+        capture = self._current
+        if capture is not None and os.getpid() == self._process:  # a forked child has no copier, and no state of ours
+            capture.slices.fence()
 
     def _planned(self) -> CapturePlan:
         """Return the plan for the state as it is now, and open a link for each of its devices."""
@@ -314,37 +314,37 @@ class CaptureEngine:
 
         self._copier.do(make)
 
-    def _run(self, job: Job) -> None:
-        """Complete a cut. Errors are raised later by `_settle`: the copier goes on with the next job."""
+    def _run(self, capture: Capture) -> None:
+        """Complete a cut. Errors are raised later by `_settle`: the copier goes on with the next capture."""
         complete, failure = False, None
         try:
-            complete = self._completes(job)
+            complete = self._completes(capture)
         except BaseException as error:
             failure = error
         if not complete:
             try:
-                job.drop()
+                capture.drop()
             except BaseException as error:
                 failure = failure or error
-            self._dropped[job.cut.step] = failure
+            self._dropped[capture.cut.step] = failure
         if failure is not None:
-            self._failures.append((job.cut.step, failure))
-        job.count(self._counters, complete=complete, paces=self._gate.paces)
+            self._failures.append((capture.cut.step, failure))
+        capture.count(self._counters, complete=complete, paces=self._gate.paces)
         with self._changed:
-            self.completed = job.cut.step if complete else self.completed
+            self.completed = capture.cut.step if complete else self.completed
             self._under_way -= 1
-            if self._current is job:
+            if self._current is capture:
                 self._current = None
             self._changed.notify_all()
 
-    def _completes(self, job: Job) -> bool:
+    def _completes(self, capture: Capture) -> bool:
         """Copy the rest of a cut, and complete its generation. False if the document is too large for the arena."""
-        documents = job.copy()
+        documents = capture.copy()
         assert self._store.arena is not None
         if len(documents) > self._store.arena.layout.documents_bytes:
             self._documents_bytes = len(documents)  # the next cut finds that the arena does not fit
             return False
-        job.complete(documents)
+        capture.complete(documents)
         return True
 
 
@@ -364,7 +364,7 @@ def warn_of_others(objects: Mapping[str, Any]) -> None:
 
 
 def _release(process: int, fence: StepFence, copier: Copier, store: ArenaStore) -> None:
-    """Release what an engine has that nobody closed. The copier has no job any more: a job holds the engine."""
+    """Release what an engine has that nobody closed. The copier has no capture any more: a capture holds the engine."""
     if os.getpid() == process:
         fence.remove()
         copier.end()

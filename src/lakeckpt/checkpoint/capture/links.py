@@ -4,12 +4,12 @@ A `Link` is the way from one device into host memory: a queue of copies beside t
 the following copies wait for all work queued so far. `hold` makes the following work wait for copies: the device waits,
 and the host does not. Host memory has no link: a copy there is done when the call returns.
 
-A link uses a stream of its own and pinned memory. The arena itself is pinned where CUDA can register its memory,
-which not every file system allows. Elsewhere copies are correct, and block the caller.
+A link uses a stream of its own and pinned memory. The arena itself is pinned if CUDA can register its memory,
+which not every file system allows. Otherwise copies are correct, and block the caller.
 
 Small tensors are copied together. A model has hundreds of tensors of a few bytes, and a copy of each would cost the
 host more than all of them take on the link. One kernel gathers tensors that are adjacent in the arena, and one copy
-moves them. One call of torch queues all other copies of a `Batch`, and releases the interpreter's lock once.
+moves them. One call of torch queues all other copies of a `CopyBatch`, and releases the interpreter's lock once.
 
 The module starts no threads.
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Batch", "Link", "Ticket", "open_link"]
+__all__ = ["CopyBatch", "Link", "Ticket", "open_link"]
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device of the process."""
@@ -37,7 +37,7 @@ _FEWEST = 3
 
 
 @dataclass(slots=True)
-class Batch:
+class CopyBatch:
     """Copies that are queued together, at many cuts. The first `queue` prepares them."""
 
     pairs: list[Pair]
@@ -130,7 +130,7 @@ class Link:
         """Make the following copies wait for all work that this thread has queued on the device."""
         self._stream.wait_event(torch.cuda.current_stream(self._device).record_event())
 
-    def copy(self, batch: Batch, /) -> Ticket:
+    def copy(self, batch: CopyBatch, /) -> Ticket:
         """Queue copies into host memory. The caller keeps ``batch``, and so its tensors, until they are done."""
         with self._copying(), torch.no_grad():
             batch.queue()

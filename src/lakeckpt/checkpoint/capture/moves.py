@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lakeckpt.checkpoint.arena.slices import Piece
-from lakeckpt.checkpoint.capture.links import Batch, Link, Ticket
+from lakeckpt.checkpoint.arena.slices import SlicePiece
+from lakeckpt.checkpoint.capture.links import CopyBatch, Link, Ticket
 from lakeckpt.checkpoint.capture.plan import CapturePlan
 from lakeckpt.checkpoint.state.tensors import as_bytes, lent
 
@@ -39,7 +39,7 @@ class Issued:
 
     link: Link
     ticket: Ticket
-    batch: Batch
+    batch: CopyBatch
 
 
 @dataclass(slots=True)
@@ -51,11 +51,11 @@ class Moves:
     """(to, from)."""
     _small_to: list[torch.Tensor] = field(default_factory=list)
     _small_from: list[torch.Tensor] = field(default_factory=list)
-    _linked: dict[Link, Batch] = field(default_factory=dict)
+    _linked: dict[Link, CopyBatch] = field(default_factory=dict)
 
     @property
     def is_linked(self) -> bool:
-        """Whether any of the copies comes from a device with a link."""
+        """True if any of the copies comes from a device with a link."""
         return bool(self._linked)
 
     def _takes(self, other: Moves, most_bytes: int) -> bool:
@@ -75,7 +75,7 @@ class Moves:
         """
         self.size_bytes += to.nbytes
         if link is not None:
-            self._linked.setdefault(link, Batch([])).pairs.append((to, source))
+            self._linked.setdefault(link, CopyBatch([])).pairs.append((to, source))
         elif _is_run(to) and _is_run(source) and to.nbytes >= _LARGE_BYTES:
             self._large.append((to.numpy(), lent(source) if is_early else source.numpy()))
         else:
@@ -98,7 +98,7 @@ class Moves:
         for link, batch in self._linked.items():
             copies = link.kept([source for _, source in batch.pairs])
             link.order()  # moves from the copies come after the copies
-            found._linked[link] = Batch([(to, copy) for (to, _), copy in zip(batch.pairs, copies, strict=True)])
+            found._linked[link] = CopyBatch([(to, copy) for (to, _), copy in zip(batch.pairs, copies, strict=True)])
         Moves(_large=self._large, _small_to=self._small_to, _small_from=self._small_from).make()
         return found
 
@@ -114,7 +114,9 @@ def joined(moves: Sequence[Moves], *, most_bytes: int) -> list[Moves]:
             last = found.pop()
             one = Moves(
                 size_bytes=last.size_bytes + one.size_bytes,
-                _linked={link: Batch([*batch.pairs, *one._linked[link].pairs]) for link, batch in last._linked.items()},
+                _linked={
+                    link: CopyBatch([*batch.pairs, *one._linked[link].pairs]) for link, batch in last._linked.items()
+                },
             )
         found.append(one)
     return found
@@ -140,7 +142,7 @@ def late_moves(plan: CapturePlan, memory: torch.Tensor, links: Links) -> list[Mo
 def _add(
     moves: Moves,
     plan: CapturePlan,
-    piece: Piece,
+    piece: SlicePiece,
     memory: torch.Tensor,
     links: Links,
     flats: dict[str, torch.Tensor | None],

@@ -46,12 +46,13 @@ class SliceCopier:
         early: Sequence[Issued] = (),
     ) -> None:
         self.changed: frozenset[int] = frozenset()
-        """Which of ``live`` changed between the cut and the fence, as far as torch counts changes."""
+        """The numbers in ``live`` of the tensors that changed between the cut and the fence, as far as torch counts
+        changes."""
         self.moved_bytes = self.late_bytes = self.fenced_bytes = 0
         """The bytes that the copier has copied beside training, that it has copied while a fence waited, and that the
         fence has copied itself."""
         self.was_interrupted = False
-        """Whether an exception left a thread in the middle of a slice."""
+        """True if an exception left a thread in the middle of a slice."""
         self._slices, self._early, self._gate = slices, early, gate
         self._live, self._versions = live, versions_of(live)
         self._urgent = threading.Event()

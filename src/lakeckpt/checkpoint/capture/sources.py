@@ -1,7 +1,7 @@
 """This module separates the state of live objects into tensors and trees, and finds at each cut what has changed.
 
 `Sources.renew` looks at every object. Plain modules and optimizers are watched
-(`lakeckpt.checkpoint.capture.state_watch`): they are taken apart again only where something in them was replaced. All
+(`lakeckpt.checkpoint.capture.state_watch`): they are taken apart again only if something in them was replaced. All
 other objects are taken apart at every cut.
 
 A tensor is *late*, and may be copied beside training, if its memory belongs to a module's parameter or an optimizer's
@@ -43,7 +43,7 @@ _Options = list[dict[str, Any]]
 
 
 class Renewed(IntEnum):
-    """Which tensors have changed since the cut before, in their keys or in their memory."""
+    """The kind of tensors that have changed since the cut before, in their keys or in their memory."""
 
     NOTHING = 0
     EARLY = 1

@@ -1,7 +1,7 @@
 """This module holds the arena that a rank fills: it finds the arena of an earlier process, or makes a new arena.
 
 `ArenaStore` holds one arena, with the copies of each slice prepared for each generation. To make an arena takes as long
-as to copy all of it, so the copier makes it, beside training. A new arena takes the place of the arena before: where a
+as to copy all of it, so the copier makes it, beside training. A new arena takes the place of the arena before: if a
 state has outgrown its arena, no cut is in memory until the next one is complete. Arenas that the run has left from
 another number of ranks are removed, because no attempt goes on from them. An arena whose file was removed by others is
 made again.
@@ -34,7 +34,7 @@ _JOINED_BYTES = 512 * 2**20
 _SLOW = """CUDA cannot pin the memory of the arena: captures are correct, and training waits for copies at its fences. \
 Let arenas lie in host memory (/dev/shm), not on a disk"""
 _REMOVED = """the file of an arena was removed while its trainer lived; another one was made. Until the next cut is \
-complete, what is not in storage can be lost. Where nobody has emptied the folder, systemd does so as a user logs out: \
+complete, what is not in storage can be lost. If nobody has emptied the folder, systemd does so as a user logs out: \
 RemoveIPC=no in logind.conf, or another folder for arenas, prevents that"""
 
 
@@ -70,7 +70,7 @@ class ArenaStore:
     def make(self, plan: CapturePlan, documents_bytes: int, links: Links) -> str | None:
         """Make or find the arena for ``plan``. Returns a warning for the user, or None.
 
-        Raises `ArenaError` where no room is free for it, or another process fills it.
+        Raises `ArenaError` if no room is free for it, or another process fills it.
         """
         layout = ArenaLayout(
             identity=self._identity,

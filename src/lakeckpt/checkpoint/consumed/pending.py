@@ -1,9 +1,9 @@
 """This module holds the pending records of a reader: records of consumption that no commit has yet.
 
 A manifest records the rows consumed since its parent. The parent is unknown when a cut is handed over to be persisted:
-an earlier save may be under way, may fail, or may be skipped for a newer one. So a rank hands over *pending records*,
-each from one handed-over cut to the next, and hands them over again until a commit has them. `joined` makes one record
-of all consumption since the parent.
+an earlier save may be under way, may fail, or may be skipped for a newer one. So a rank hands over *pending records*.
+Each record covers the time between two handed-over cuts. A rank sends all records with every save, until a commit
+contains them. `joined` makes one record of all consumption since the parent.
 
 The values are pure, and can be written as documents. The module never imports torch, and starts no threads.
 """

@@ -35,7 +35,7 @@ _KIND, _VERSION = "value", (1, 0)
 @as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """What a rank reports of one pending record."""
+    """The report of a rank on one pending record."""
 
     first: Count
     step: Count
@@ -77,8 +77,8 @@ def of_all_ranks(
     """Return the ``own`` pending records of reader ``name`` with states of the whole job: as they are in
     lockstep. ``reports`` are those of all ranks (`reports_of`), in the order of ranks.
 
-    Raises `TrackingError`, which names the ranks, where a rank did not report a record or consumed it in other steps,
-    where the lanes of a rank are missing, and where two ranks report different frontiers of the same lanes.
+    Raises `TrackingError`, which names the ranks, if a rank did not report a record or consumed it in other steps,
+    if the lanes of a rank are missing, and if two ranks report different frontiers of the same lanes.
     """
     if not depends_on_data(own[-1].record.state):
         return tuple(own)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lakeckpt.checkpoint.consumed.rows import Order
+from lakeckpt.checkpoint.consumed.rows import RowOrder
 from lakeckpt.core.changes import start
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.identity import Identity
@@ -76,7 +76,7 @@ def rest_of_epoch(state: State, there: TableIndex, taken: Deletes) -> tuple[Tabl
 def rows_consumed(state: State, index: TableIndex) -> Deletes:
     """Return the stored rows of ``index`` that ``state`` has consumed, and those that its rest had consumed before."""
     positions = consumed(state).get(state.epoch, Intervals.empty())
-    order = Order(index)
+    order = RowOrder(index)
     rows = order.table_rows(state.identity.spec, Plan(state).layout(state.epoch), positions)
     found = {}
     for file in range(len(index.paths)):

@@ -5,8 +5,8 @@ of a window are asked for, the window's fragments are the result; only a part of
 shuffling, positions are table rows. Rows that the pinned version deletes are not counted. If a filter selects rows,
 only the selected rows are counted.
 
-Positions of packed sequences are not taken to table rows: which documents stand in a sequence depends on their lengths,
-which only the table has. `Order.tokens_of` names the tokens of the windows that hold the sequences.
+Positions of packed sequences are not taken to table rows: the documents of a sequence depend on their lengths, which
+only the table has. `RowOrder.tokens_of` names the tokens of the windows that hold the sequences.
 
 The module never reads storage, never imports torch, and starts no threads.
 """
@@ -27,7 +27,7 @@ from lakeckpt.core.plan import LayoutKey
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.reading.filters.selection import RowSelection
 
-__all__ = ["GroupRows", "Order", "name_rows", "order_name"]
+__all__ = ["GroupRows", "RowOrder", "name_rows", "order_name"]
 
 Int64Array = npt.NDArray[np.int64]
 _LAYOUTS = 4
@@ -52,10 +52,10 @@ class GroupRows:
     of: int
     """The number of rows in the row group, counted in the same way."""
     stored: bool = True
-    """Whether rows are counted as the file stores them. If a filter keeps only some rows of a row group, the index does
+    """True if rows are counted as the file stores them. If a filter keeps only some rows of a row group, the index does
     not hold which ones, and rows are counted among those that it keeps."""
     tokens: bool = False
-    """Whether tokens of packed documents are counted instead of rows."""
+    """True if tokens of packed documents are counted instead of rows."""
 
     @property
     def how_counted(self) -> str:
@@ -74,7 +74,7 @@ class GroupRows:
         }
 
 
-class Order:
+class RowOrder:
     """The orders of a pinned table's rows, of all epochs and layouts. It caches the last few layouts.
 
     With a ``selection``, they are orders of the rows that it keeps. ``ValueError`` if it belongs to another table.
@@ -94,7 +94,7 @@ class Order:
 
     @property
     def unit_name(self) -> str:
-        """What a position is, for people."""
+        """The name of a position's unit, for people."""
         return "row" if self.unit == 1 else "sequence"
 
     def layout(self, spec: OrderSpec, key: LayoutKey, endless: bool = False) -> EpochLayout:
@@ -204,7 +204,7 @@ def _runs(ascending: Int64Array) -> Intervals:
     return Intervals(ascending[firsts], ascending[lasts] + 1)
 
 
-def name_rows(order: Order, rows: Intervals) -> Sequence[GroupRows]:
+def name_rows(order: RowOrder, rows: Intervals) -> Sequence[GroupRows]:
     """Return table rows by file and row group, in the order of the table."""
     named: list[GroupRows] = []
     at = int(rows.starts[0]) if rows else -1

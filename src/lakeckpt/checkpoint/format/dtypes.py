@@ -1,7 +1,7 @@
 """This module maps dtypes of torch to the dtypes of safetensors files, without torch.
 
 A tensor has a logical dtype (torch's name) and shape. A file has a stored dtype (the code of safetensors) and shape.
-They differ only where the torch reader of safetensors knows no code: complex numbers are stored as real and imaginary
+They differ only if the torch reader of safetensors knows no code: complex numbers are stored as real and imaginary
 parts (one more dimension of 2, last), and rare one-byte types as U8. The record of a part names the logical dtype and
 shape. A dtype that is not in the table is refused, never guessed.
 """

@@ -33,7 +33,7 @@ class CutId:
 
     @property
     def age(self) -> tuple[int, int]:
-        """What orders cuts from old to new."""
+        """The key that orders cuts from old to new."""
         return self.step, self.attempt
 
     def to_text(self) -> str:

@@ -47,7 +47,7 @@ class Keep:
 
     @property
     def looks_back(self) -> bool:
-        """Whether the rule may keep checkpoints older than the newest ``last``."""
+        """True if the rule may keep checkpoints older than the newest ``last``."""
         return self.every is not None or bool(self.best)
 
 

@@ -76,7 +76,7 @@ class Begin(_Signed):
 
     world_size: Positive
     facts: Facts = field(default_factory=dict)
-    """What its script gave to readers, by which the next attempt says what it has otherwise."""
+    """The settings that its script gave to readers. The next attempt compares them with its own."""
 
     @property
     def attempt(self) -> int:
@@ -156,7 +156,7 @@ class ReaderRecord:
     index: str | None = None
     """Digest (hex) of the footer index of its table: ``index/<digest>.lkc``."""
     excluded: tuple[Excluded, ...] = ()
-    """What was consumed since the parent and trained nothing; of a pending record, on this rank."""
+    """The rows that were consumed since the parent and trained nothing; of a pending record, those of this rank."""
     shared: Positive = 1
     """How many ranks read each row: 1, or the ranks of a model-parallel group."""
     is_repeated: bool = False

@@ -177,7 +177,7 @@ class SiteWaits:
 
     site: str
     kind: Literal["bubble", "free"]
-    """Whether the rank was idle, or computed while the link to the host was free."""
+    """True if the rank was idle; False: it computed while the link to the host was free."""
     median_s: float
     """The median length of a wait, in seconds."""
     share: float

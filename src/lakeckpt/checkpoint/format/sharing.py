@@ -32,7 +32,7 @@ from lakeckpt.wire.envelope import dumps, loads
 __all__ = [
     "PART_MARK",
     "Box",
-    "Place",
+    "PartPlace",
     "Sharing",
     "Tiling",
     "are_tiled",
@@ -104,8 +104,8 @@ def sharing_from_bytes(data: bytes) -> dict[str, Sharing]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What the key of a part says: the whole tensor's name and shape, and where the part begins."""
+class PartPlace:
+    """The content of a part's key: the whole tensor's name and shape, and where the part begins."""
 
     name: str
     offsets: tuple[int, ...]
@@ -127,10 +127,10 @@ def is_part_key(key: str) -> bool:
     return _KEY.fullmatch(key) is not None
 
 
-def place_of(key: str) -> Place | None:
+def place_of(key: str) -> PartPlace | None:
     """Return what the key of a part says; None for another key. `CheckpointDamaged` if its numbers make no sense."""
     match = _KEY.fullmatch(key) if PART_MARK in key else None
-    return None if match is None else Place(name=match[1], offsets=_numbers(match[2]), shape=_numbers(match[3]))
+    return None if match is None else PartPlace(name=match[1], offsets=_numbers(match[2]), shape=_numbers(match[3]))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -31,8 +31,8 @@ class Unit:
     id: UnitId
     size_bytes: int
     bundle: Hashable = None
-    """Which units are compared as one: the units of one bundle are on the same ranks. None: the unit is compared
-    alone."""
+    """Units with equal ``bundle`` lie on the same ranks, and are compared by one common digest. None: the unit is
+    compared alone."""
 
 
 def tensor_unit(spec: TensorSpec, digest: bytes) -> UnitId:

@@ -1,1 +1,16 @@
-"""This package proves from the log of a run what was consumed, names rows, and checks every byte."""
+"""This package proves from the log of a run what was consumed, names rows, and checks every byte.
+
+::
+
+    log → history → [records]: what a manifest says of each source
+                        |
+                     [walk]: stretch by stretch
+                        |
+                    [account] → [epoch_account]: rows once, twice or never; [tranches] of a growing table → [report]
+                        |
+                     [audit]: the proof, by the orders of [indexes]
+
+    one step K → [explain] → its rows; its documents by [documents]
+    every byte → [verify]
+    an epoch   → [consumed_keys]: keys of its consumed rows, for another run
+"""

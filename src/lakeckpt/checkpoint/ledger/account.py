@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from lakeckpt.checkpoint.consumed.rows import Order, name_rows, order_name
+from lakeckpt.checkpoint.consumed.rows import RowOrder, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, Space, count_epoch, piece_of, space_of
 from lakeckpt.checkpoint.ledger.records import Records
@@ -46,7 +46,7 @@ _NAMED_ROWS = 2**22
 def account(
     name: str,
     records: Records,
-    orders: Mapping[str, Order],
+    orders: Mapping[str, RowOrder],
     *,
     skipped: Collection[int] = (),
     advance: Callable[[], object] = lambda: None,
@@ -60,7 +60,7 @@ def account(
 
 
 class _Account:
-    def __init__(self, name: str, records: Records, orders: Mapping[str, Order], skipped: Collection[int]) -> None:
+    def __init__(self, name: str, records: Records, orders: Mapping[str, RowOrder], skipped: Collection[int]) -> None:
         self._skipped = skipped
         self._name = name
         self._records = records

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from lakeckpt.checkpoint.consumed.rows import Order
+from lakeckpt.checkpoint.consumed.rows import RowOrder
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.ledger.account import account
 from lakeckpt.checkpoint.ledger.indexes import orders_of
@@ -35,7 +35,7 @@ _INFERRED = "the training loop: at each save it had used every row that was deli
 _TRUSTED = (
     "the entries of the log: the checksum of each was compared",
     "the footer index (the list of files and row groups): it has the digest that the states name",
-    "the row selection, where there is a filter: it has its digest, too, and counted what the filter keeps",
+    "the row selection, if there is a filter: it has its digest, too, and counted what the filter keeps",
 )
 _REPEATED = (
     "{} ranks read the same rows of reader {!r}, by an explicit rank=, and trained replicas of one model: each row was "
@@ -68,7 +68,7 @@ def read_run(storage: Storage, *, tip: int | None = None, progress: Progress | N
     return history
 
 
-def audit_history(history: History, orders: Mapping[str, Order], *, progress: Progress | None = None) -> AuditReport:
+def audit_history(history: History, orders: Mapping[str, RowOrder], *, progress: Progress | None = None) -> AuditReport:
     """Audit a history; ``orders`` are the orders of its tables (`lakeckpt.checkpoint.ledger.indexes.orders_of`), and
     ``progress`` counts the records of readers."""
     doubts, notes = _doubts(history)

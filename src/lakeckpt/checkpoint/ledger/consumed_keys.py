@@ -31,7 +31,7 @@ __all__ = ["ConsumedKeys", "consumed_keys"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumedKeys:
-    """What ``reader`` has consumed of ``epoch`` up to the checkpoint in ``slot``."""
+    """The keys of the rows that ``reader`` has consumed of ``epoch`` up to the checkpoint in ``slot``."""
 
     slot: int
     step: int

@@ -1,8 +1,8 @@
 """This module names the documents of packed sequences.
 
-Which documents stand in a sequence depends on their lengths, which the table has and a run does not. So `Documents`
-reads the lists of the windows that it names. It reads the version of the table that the run pinned, also where the
-table has a newer version, and each file must still have the footer that the run recorded.
+The documents of a sequence depend on their lengths, which the table has and a run does not. So `DocumentFinder` reads
+the lists of the windows that it names. It reads the version of the table that the run pinned, also if the table has a
+newer version, and each file must still have the footer that the run recorded.
 
 The module never imports torch, and starts no threads.
 """
@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from lakeckpt.checkpoint.consumed.rows import Order
+from lakeckpt.checkpoint.consumed.rows import RowOrder
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import EpochLayout, Window
 from lakeckpt.errors import ConfigError
@@ -27,7 +27,7 @@ from lakeckpt.reading.packed.window import SequenceDecoder
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.threads import Threads
 
-__all__ = ["DocumentTokens", "Documents"]
+__all__ = ["DocumentFinder", "DocumentTokens"]
 
 _WINDOWS_KEPT = 16
 
@@ -50,7 +50,7 @@ class DocumentTokens:
     stop: int
 
 
-class Documents:
+class DocumentFinder:
     """Names documents of ``table`` that `lakeckpt.pack` packed with these arguments.
 
     ``reader``: the name of the reader that read them; None: the only one of the run that reads packed sequences.
@@ -70,13 +70,13 @@ class Documents:
         self._decoder = lru_cache(maxsize=None)(self._new_decoder)
         self._runs = lru_cache(maxsize=_WINDOWS_KEPT)(self._named)
 
-    def of(self, order: Order, layout: EpochLayout, positions: Intervals) -> list[DocumentTokens]:
+    def of(self, order: RowOrder, layout: EpochLayout, positions: Intervals) -> list[DocumentTokens]:
         """Return what stands in the sequences at ``positions`` of ``layout``, which is one of ``order``.
 
         The order is that in which the tokens were delivered. Padding is not named.
 
-        Raises `ConfigError` where ``order`` is not of documents packed so, `TableVersionGone` and `DataFileChanged`
-        where the table does not have the files of the run, and what decoding raises.
+        Raises `ConfigError` if ``order`` is not of documents packed so, `TableVersionGone` and `DataFileChanged`
+        if the table does not have the files of the run, and what decoding raises.
         """
         found: list[DocumentTokens] = []
         for low, high in positions.pairs():
@@ -84,10 +84,10 @@ class Documents:
                 found += _between(low, high, self._runs(order, window), order, layout.epoch)
         return found
 
-    def _named(self, order: Order, window: Window) -> DocumentRuns:
+    def _named(self, order: RowOrder, window: Window) -> DocumentRuns:
         return self._decoder(order).name(window)
 
-    def _new_decoder(self, order: Order) -> SequenceDecoder:
+    def _new_decoder(self, order: RowOrder) -> SequenceDecoder:
         counted = order.selection
         assert counted is not None
         packed, _, kept = counted.expression.partition("/")
@@ -113,7 +113,7 @@ class Documents:
             yield Packing(column=self._column, length=length, before=self._before, after=self._after, dtype=dtype)
 
 
-def _between(low: int, high: int, runs: DocumentRuns, order: Order, epoch: int) -> list[DocumentTokens]:
+def _between(low: int, high: int, runs: DocumentRuns, order: RowOrder, epoch: int) -> list[DocumentTokens]:
     """Return the runs in sequences [low, high)."""
     found = []
     for run in np.flatnonzero((low <= runs.positions) & (runs.positions < high)).tolist():

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lakeckpt.checkpoint.consumed.rows import Order, order_name
+from lakeckpt.checkpoint.consumed.rows import RowOrder, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.ledger.report import EpochAudit, EpochStatus, FindingKind
 from lakeckpt.core.identity import Identity
@@ -42,7 +42,7 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the whole epoch, which has the same rows in every order."""
+        """True if this is the whole epoch, which has the same rows in every order."""
         return self.positions == Intervals.whole(self.identity.rows_of(self.key.epoch))
 
 
@@ -58,7 +58,7 @@ def piece_of(state: State, epoch: int, positions: Intervals, manifest: Manifest)
 class Space:
     """Makes the pieces of one epoch comparable: as positions, or as rows of the table."""
 
-    def __init__(self, orders: Mapping[str, Order], common: Piece | None) -> None:
+    def __init__(self, orders: Mapping[str, RowOrder], common: Piece | None) -> None:
         self._orders = orders
         self._common = common
 
@@ -77,7 +77,7 @@ class Space:
         return self._orders[order_name(piece.identity)].table_rows(piece.identity.spec, piece.key, positions)
 
 
-def space_of(pieces: Sequence[Piece], orders: Mapping[str, Order]) -> Space | None:
+def space_of(pieces: Sequence[Piece], orders: Mapping[str, RowOrder]) -> Space | None:
     """Return the space in which ``pieces``, at least one, can be compared; None if there is none."""
     partial = [piece for piece in pieces if not piece.is_whole] or list(pieces)
     if len({piece.identity.rows for piece in pieces}) > 1:

@@ -3,7 +3,7 @@
 One manifest holds the record of step K: the place of the reader after each step, and the states between which it moved.
 The same plan deals the rows between steps K-1 and K to the ranks again, and their positions are looked up in the order.
 
-The module reads only ``log/`` and ``index/``, and never the table, except where documents of packed sequences are to be
+The module reads only ``log/`` and ``index/``, and never the table, unless documents of packed sequences are to be
 named (`lakeckpt.checkpoint.ledger.documents`). It never imports torch, and starts no threads.
 """
 
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.checkpoint.consumed.rows import GroupRows, Order, name_rows, order_name
+from lakeckpt.checkpoint.consumed.rows import GroupRows, RowOrder, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.audit import read_run
-from lakeckpt.checkpoint.ledger.documents import Documents, DocumentTokens
+from lakeckpt.checkpoint.ledger.documents import DocumentFinder, DocumentTokens
 from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.checkpoint.ledger.records import SourceRecord, readers_in
 from lakeckpt.checkpoint.ledger.report import plain_of
@@ -61,7 +61,7 @@ class RankRows:
     """The same rows by file and row group. Of packed sequences: the tokens of the windows that hold them, because only
     the table has the lengths of documents."""
     documents: tuple[DocumentTokens, ...] | None = None
-    """What stands in the packed sequences, in the order of delivery; None: rows were read, or no table was given."""
+    """The documents in the packed sequences, in the order of delivery; None: rows were read, or no table was given."""
 
     @property
     def rows(self) -> int:
@@ -81,7 +81,7 @@ class ReaderStep:
     world_size: int
     epochs: tuple[int, ...]
     ranks: tuple[RankRows, ...]
-    order: Order = field(repr=False, compare=False)
+    order: RowOrder = field(repr=False, compare=False)
 
     @property
     def rows(self) -> int:
@@ -139,13 +139,14 @@ def explain(
     *,
     tip: int | None = None,
     ranks: Collection[int] | None = None,
-    documents: Documents | None = None,
+    documents: DocumentFinder | None = None,
 ) -> StepExplained:
     """Return the rows of optimizer step ``step`` (from 1) of the run at ``storage``, for all ranks or for ``ranks``.
 
     The history is that of the newest checkpoint, or of the checkpoint in slot ``tip``. ``documents`` names those that
     stand in packed sequences. Raises `CheckpointNotFound` if the history does not have the step, `CheckpointDamaged` if
-    the record or the index cannot be read, `ConfigError` for a rank that does not exist, and what `Documents.of` does.
+    the record or the index cannot be read, `ConfigError` for a rank that does not exist, and what `DocumentFinder.of`
+    does.
     """
     history = read_run(storage, tip=tip)
     return explain_history(history, orders_of(storage, history), step, ranks=ranks, documents=documents)
@@ -153,11 +154,11 @@ def explain(
 
 def explain_history(
     history: History,
-    orders: Mapping[str, Order],
+    orders: Mapping[str, RowOrder],
     step: int,
     *,
     ranks: Collection[int] | None = None,
-    documents: Documents | None = None,
+    documents: DocumentFinder | None = None,
 ) -> StepExplained:
     """Explain a step as `explain` does, from a history and the orders of its tables."""
     manifest = _holder(history, step)
@@ -216,7 +217,7 @@ def _packed_one(explainers: Sequence[_Explainer], name: str | None) -> _Explaine
 class _Explainer:
     """One reader in one manifest."""
 
-    def __init__(self, manifest: Manifest, name: str, record: SourceRecord, orders: Mapping[str, Order]) -> None:
+    def __init__(self, manifest: Manifest, name: str, record: SourceRecord, orders: Mapping[str, RowOrder]) -> None:
         self._manifest = manifest
         self.name = name
         self._record = record
@@ -228,7 +229,7 @@ class _Explainer:
         self._identity = record.state.identity
         self.is_packed = self._identity.unit > 1
         self._orders = orders
-        self.documents: Documents | None = None
+        self.documents: DocumentFinder | None = None
         self._pairs = [(one.begin, one.end) for one in record.stretches]
 
     def steps(self, step: int, ranks: Collection[int] | None) -> list[ReaderStep]:
@@ -241,7 +242,7 @@ class _Explainer:
             by_order[order_name(self._identity)] = self._identity, []
         return [self._step(step, ranks, identity, stretches) for identity, stretches in by_order.values()]
 
-    def _order_of(self, identity: Identity) -> Order:
+    def _order_of(self, identity: Identity) -> RowOrder:
         order = self._orders.get(order_name(identity))
         if order is None:
             table, selection = identity.table, identity.selection
@@ -305,8 +306,8 @@ class _Explainer:
     def _find(self, frontier: Frontier, at: int, begin: int) -> int | None:
         """Return the first stretch from ``at`` on in which ``frontier`` lies; None if it lies before all stretches.
 
-        A frontier that does not move belongs to a step that read nothing, not to a step that began the epoch again and
-        came as far.
+        If the frontier did not move, the step read nothing. It is not assumed that the step began the epoch again and
+        read up to the same place.
         """
         for index in range(at, len(self._pairs)):
             first, last = self._pairs[index]
@@ -373,7 +374,7 @@ class _Explainer:
                 named += self.documents.of(order, layout, _interval(span))
 
 
-def _rows(span: Span, key: LayoutKey, plan: Plan, order: Order) -> npt.NDArray[np.int64]:
+def _rows(span: Span, key: LayoutKey, plan: Plan, order: RowOrder) -> npt.NDArray[np.int64]:
     if order.unit > 1:
         return np.arange(span.start, span.stop)
     return order.locate(plan.state.identity.spec, key, _interval(span))

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from lakeckpt.checkpoint.consumed.rows import Order, order_name
+from lakeckpt.checkpoint.consumed.rows import RowOrder, order_name
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import INDEX, History, index_path, selection_path
@@ -26,7 +26,7 @@ __all__ = ["index_damage", "orders_of"]
 _Document = TypeVar("_Document", bound=TableIndex | RowSelection)
 
 
-def orders_of(storage: Storage, history: History) -> dict[str, Order]:
+def orders_of(storage: Storage, history: History) -> dict[str, RowOrder]:
     """Return the orders of the tables that the readers of ``history`` read, by `order_name`.
 
     Skips an order whose index or selection cannot be read or has another digest.
@@ -36,13 +36,13 @@ def orders_of(storage: Storage, history: History) -> dict[str, Order]:
     for digest in _tables_of(records):
         with contextlib.suppress(WireError, CheckpointDamaged):
             indexes[digest] = _read(storage, index_path(digest), digest, TableIndex.loads)
-    orders = {digest: Order(index) for digest, index in indexes.items()}
+    orders = {digest: RowOrder(index) for digest, index in indexes.items()}
     for identity in _identities_of(records):
         if identity.selection and identity.table in indexes:
             path = selection_path(identity.table, identity.selection)
             with contextlib.suppress(WireError, CheckpointDamaged, ValueError):
                 found = _read(storage, path, identity.selection, RowSelection.loads)
-                orders[order_name(identity)] = Order(indexes[identity.table], found)
+                orders[order_name(identity)] = RowOrder(indexes[identity.table], found)
     return orders
 
 

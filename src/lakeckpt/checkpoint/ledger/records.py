@@ -1,6 +1,6 @@
 """This module reads what a record of the log says of one reader, or of one source of a mixture, as values.
 
-A mixture has one record. What each of its sources consumed follows from the states in it
+A mixture has one record. The consumption of each of its sources follows from the states in it
 (`lakeckpt.core.state.State.of`), so the ledger accounts for each source as for a reader of its own. States are read
 when they are first asked for; `StateError` comes then, if one cannot be used.
 
@@ -25,7 +25,7 @@ __all__ = ["Records", "SourceRecord", "SourceStretch", "by_source", "readers_in"
 
 @dataclass(frozen=True, kw_only=True)
 class SourceStretch:
-    """What one source consumed between two states."""
+    """The consumption of one source between two states."""
 
     begin: State
     end: State
@@ -73,7 +73,7 @@ class SourceRecord:
 
     @property
     def excluded(self) -> Sequence[Excluded]:
-        """What was consumed since the parent and trained nothing."""
+        """The rows that were consumed since the parent and trained nothing."""
         return [one for one in self.record.excluded if one.source == self.source]
 
     def _seen(self, state: State) -> State:

@@ -173,9 +173,9 @@ class ReaderAudit:
     excluded: tuple[ExcludedRows, ...] = ()
     """The excluded rows, by epoch, step and row group."""
     counted: str = "row"
-    """What its epochs count: row, packed "sequence", or "window" of whole documents that are packed together."""
+    """The unit of its epochs: row, packed "sequence", or "window" of whole documents that are packed together."""
     batch_of: str = "row"
-    """What its batches are counted in: row, "sequence", or "token" of texts that are tokenized where they are read."""
+    """The unit of its batches: row, "sequence", or "token" of texts that are tokenized where they are read."""
     inferred: str = ""
     """How many attempts did not state which rows their steps used, so that this is inferred; empty if none."""
 
@@ -249,7 +249,7 @@ class AuditReport:
 
     @property
     def exactly_once(self) -> bool:
-        """Whether every row that is not excluded is proved to have counted exactly once."""
+        """True if every row that is not excluded is proved to have counted exactly once."""
         return self.exit_status == 0
 
     @property

@@ -2,7 +2,7 @@
 
 A tranche is recorded as an epoch over a table index of its own (`lakeckpt.data.place.following`). The account of an
 epoch shows that its rows were consumed once, or left. Here the rows that are left are compared with the next index:
-they must be exactly the rows that it has of files of earlier tranches. The other files must be new. Where a filter
+they must be exactly the rows that it has of files of earlier tranches. The other files must be new. If a filter
 drops rows of a row group, rows can only be counted.
 
 The module is pure. It never imports torch.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lakeckpt.checkpoint.consumed.rows import GroupRows, Order, name_rows, order_name
+from lakeckpt.checkpoint.consumed.rows import GroupRows, RowOrder, name_rows, order_name
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import Plan
@@ -24,13 +24,13 @@ _Rows = dict[tuple[str, int], GroupRows]
 """(file, row group in it) → rows."""
 
 
-def doubts_of_tranches(ends: Mapping[int, State], orders: Mapping[str, Order]) -> Iterator[str]:
+def doubts_of_tranches(ends: Mapping[int, State], orders: Mapping[str, RowOrder]) -> Iterator[str]:
     """Yield what is wrong between the tranches whose last states are ``ends``, by epoch. Other epochs are skipped.
 
     ``orders`` has the orders of the tables by `order_name`; a table that is missing is doubted elsewhere.
     """
     known: set[str] = set()
-    before: tuple[State, Order] | None = None
+    before: tuple[State, RowOrder] | None = None
     for epoch, state in sorted(ends.items()):
         order = orders.get(order_name(state.identity))
         if order is None:
@@ -42,18 +42,18 @@ def doubts_of_tranches(ends: Mapping[int, State], orders: Mapping[str, Order]) -
             before = state, order
 
 
-def _left(state: State, order: Order) -> _Rows:
+def _left(state: State, order: RowOrder) -> _Rows:
     """Return the rows of the tranche of ``state`` that are not consumed."""
     positions = Intervals.whole(state.identity.rows)
     positions = positions.difference(consumed(state).get(state.epoch, Intervals.empty()))
     return _by_group(order, order.table_rows(state.identity.spec, Plan(state).layout(state.epoch), positions))
 
 
-def _by_group(order: Order, rows: Intervals) -> _Rows:
+def _by_group(order: RowOrder, rows: Intervals) -> _Rows:
     return {(one.file, one.row_group): one for one in name_rows(order, rows)}
 
 
-def _compared(left: _Rows, before: Order, order: Order, known: set[str]) -> Iterator[str]:
+def _compared(left: _Rows, before: RowOrder, order: RowOrder, known: set[str]) -> Iterator[str]:
     index, files = order.index, {path: file for file, path in enumerate(before.index.paths)}
     again: _Rows = {}
     for file, path in enumerate(index.paths):

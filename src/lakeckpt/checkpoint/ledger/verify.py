@@ -2,7 +2,7 @@
 
 It reads the log, the footer indexes, and for each checkpoint its parts and all their files to the last byte. It also
 checks that the parts of tensors that ranks share make up whole tensors. A checkpoint that a later commit was allowed to
-remove counts as removed where one of its files is missing, because retention may have been killed half-way. All other
+remove counts as removed if one of its files is missing, because retention may have been killed half-way. All other
 checkpoints must be there, the newest one of the history among them.
 
 A run may go on meanwhile. The checkpoints that were there when the check began are checked. If one is damaged, the log

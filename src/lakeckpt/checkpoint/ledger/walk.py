@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from lakeckpt.checkpoint.consumed.rest_of_epoch import rows_consumed
-from lakeckpt.checkpoint.consumed.rows import Order, order_name
+from lakeckpt.checkpoint.consumed.rows import RowOrder, order_name
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, piece_of
 from lakeckpt.checkpoint.ledger.records import Records, SourceRecord, SourceStretch
@@ -41,7 +41,7 @@ class ReaderWalk:
     adds more sentences.
     """
 
-    def __init__(self, records: Records, orders: Mapping[str, Order]) -> None:
+    def __init__(self, records: Records, orders: Mapping[str, RowOrder]) -> None:
         self.orders = orders
         self.doubts: dict[str, None] = {}
         self.notes: dict[str, None] = {}

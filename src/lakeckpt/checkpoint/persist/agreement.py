@@ -56,7 +56,7 @@ class Agreement:
     cut: bytes
     """Digest of all that was agreed on."""
     announced: Mapping[str, str]
-    """What ranks announced to all, by name."""
+    """The announcements of ranks to all ranks, by name."""
     owners: Shares
     """The shares of units that are in no bundle: known to all ranks."""
     mine: Shares

@@ -33,7 +33,7 @@ class Attempt:
     number: int
     """Its number, which is the slot of its begin."""
     last: int
-    """The last slot that this attempt knows to be taken: by itself, or at first by the entry of its restore."""
+    """The newest slot that this attempt has written. After a restore it is the slot of the `Restored` entry."""
     parent: int | None
     seed: int
     recorded: int = 0

@@ -59,7 +59,7 @@ class History:
 
     @property
     def whole(self) -> bool:
-        """Whether the chain reaches back to the first step of the run."""
+        """True if the chain reaches back to the first step of the run."""
         return self.broken_at is None
 
 
@@ -77,7 +77,7 @@ def read_history(storage: Storage, *, tip: int | None = None, progress: Progress
     """Return the history of the run at ``storage``, from the slot ``tip`` (by default, the newest) to its beginning.
 
     ``progress`` counts the entries of the log. Raises `NewerFormat` for a log of a newer major version, `StorageError`
-    where the store fails.
+    if the store fails.
     """
     return history_of(read_log(storage, progress=progress), tip=tip)
 

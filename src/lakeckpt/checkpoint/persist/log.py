@@ -93,7 +93,7 @@ class LogView:
 
     @property
     def run(self) -> str | None:
-        """The identity of the run, or None where nothing can be read."""
+        """The identity of the run, or None if nothing can be read."""
         return next((entry.run for _, entry in sorted(self.entries.items())), None)
 
     def until(self, slot: int) -> LogView:

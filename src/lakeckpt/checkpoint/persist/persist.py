@@ -3,7 +3,7 @@
 Large tensors are cut into slabs. Slabs that an earlier save has written are referred to; the others are packed into
 files of about 256 MiB that are named by their content, several written at once. Meanwhile another thread checks that
 the memory is intact. The part is put last, so that a part that can be read names only objects that are durable and hold
-what was captured. Which rank writes what is decided elsewhere (``agreement``).
+what was captured. ``agreement`` decides which rank writes what.
 
 The module imports without torch: it takes bytes. `persist` starts and joins its threads.
 """

@@ -50,7 +50,7 @@ class RecordTalk(Rounds):
         still: Callable[[], None] = lambda: None,
         pause_s: float = LONGEST_S,
     ) -> None:
-        """``still``: called whenever nothing was found yet; raises where there is nobody to wait for any more.
+        """``still``: called whenever nothing was found yet; raises if there is nobody to wait for any more.
         ``pause_s``: the longest pause between two looks."""
         super().__init__(rank=rank, world_size=world_size)
         self._storage, self._save = storage, save

@@ -1,1 +1,16 @@
-"""From the log or host memory to live objects."""
+"""This package brings a state from the log or host memory into live objects.
+
+::
+
+    log → [run_log] → [choosing]: which checkpoint        memory of the node → [from_memory]: a newer cut
+                |          |                                      |
+       empty? [away]       +--------------> [restorer] <----------+
+                                                |
+                [presence]: is another job alive here?
+                                                v
+       [from_storage] or [from_memory] reads → [applying]: [compare] → [load_into] live objects
+                                                |
+                         [table_versions]: which version each reader goes on with
+                                                |
+                         [changes]: what the script has otherwise than before
+"""

@@ -26,7 +26,7 @@ from lakeckpt.errors import CheckpointDamaged, UnsupportedValue, WireDamaged
 __all__ = ["Loaded", "TensorSource", "loaded_of", "tree_of"]
 
 _BLOCK_BYTES = 64 * 2**20
-"""How many bytes of a saved part are read at a time, where they are copied into a tensor of another shape."""
+"""How many bytes of a saved part are read at a time, if they are copied into a tensor of another shape."""
 
 
 class TensorSource(Protocol):
@@ -69,7 +69,7 @@ class Loaded:
     per_rank: tuple[str, ...]
     """The units whose contents differed between ranks."""
     of_all: Callable[[], Loaded] | None = None
-    """Loads the same state with the parts of all ranks, where ``wholes`` have this rank's own parts alone."""
+    """Loads the same state with the parts of all ranks, if ``wholes`` have this rank's own parts alone."""
     merged: frozenset[str] = frozenset()
     """The modules and optimizers that differed between ranks, as the stages of a pipeline do, and whose states were
     merged. A rank may need less than they hold."""

@@ -1,9 +1,9 @@
 """This module names the tensors of modules and of optimizers, whatever wraps the modules.
 
-DDP adds ``module.`` to every name, ``torch.compile`` adds ``_orig_mod.``, and so on, anywhere in the path. What 4 ranks
-saved under DDP must load into a bare module, so `canonical_names` removes these marks. Loading maps the names back by
-the names of the live object. Names that would become equal keep their marks: a module that calls what it wraps
-``module``, and has a parameter of the same name itself, is restored with the same wrappers inside of it.
+DDP adds ``module.`` to every name, ``torch.compile`` adds ``_orig_mod.``, and so on, anywhere in the path. The state
+that 4 ranks saved under DDP must load into a bare module, so `canonical_names` removes these marks. Loading maps the
+names back by the names of the live object. Names that would become equal keep their marks: a module that calls what it
+wraps ``module``, and has a parameter of the same name itself, is restored with the same wrappers inside of it.
 
 torch numbers the parameters of an optimizer in the order of its groups, so that the stages of a pipeline use the same
 numbers for different parameters. A checkpoint has names in place of numbers: a parameter of the module that is

@@ -3,7 +3,7 @@
 A submodule *loads itself* if it has an extra state, a ``_load_from_state_dict`` of its own, or hooks that change its
 state on loading; a whole module also by a ``load_state_dict`` of its own, and an optimizer by hooks. Its entries may
 have other shapes, dtypes or names in a fresh module than in a checkpoint, as a buffer that is built by the first batch.
-Such a part is loaded on trial, before anything is read in place: `Part` is what is loaded, and goes back to its old
+Such a part is loaded on trial, before anything is read in place: `OwnPart` is what is loaded, and goes back to its old
 state if it refuses. Code of torch itself does not count: its modules take the entries that they have. The module starts
 no threads.
 """
@@ -18,12 +18,12 @@ import torch
 
 from lakeckpt.checkpoint.state.names import without_marks
 
-__all__ = ["Part", "loads_itself", "part_of"]
+__all__ = ["OwnPart", "loads_itself", "part_of"]
 
 _EXTRA = "_extra_state"
 
 
-class Part:
+class OwnPart:
     """A submodule, or its ``extra`` state alone, that is loaded by itself. ``name`` is its canonical name."""
 
     def __init__(self, name: str, module: torch.nn.Module, *, extra: bool = False) -> None:
@@ -55,17 +55,17 @@ class Part:
             self._module.load_state_dict(state)
 
 
-def part_of(module: torch.nn.Module, key: str) -> Part | None:
+def part_of(module: torch.nn.Module, key: str) -> OwnPart | None:
     """Return the smallest part of ``module`` that loads itself and has the entry ``key`` (a canonical name)."""
     every = {without_marks(name): one for name, one in module.named_modules()}  # of wrappers, the innermost
     owner, _, last = key.rpartition(".")
     if last == _EXTRA and owner in every:
-        return Part(owner, every[owner], extra=True)
+        return OwnPart(owner, every[owner], extra=True)
     while key:
         if owner in every and _loads_part(every[owner]):
-            return Part(owner, every[owner])
+            return OwnPart(owner, every[owner])
         key, (owner, _, _) = owner, owner.rpartition(".")
-    return Part("", module) if loads_itself(module) or _loads_part(module) else None
+    return OwnPart("", module) if loads_itself(module) or _loads_part(module) else None
 
 
 def loads_itself(one: Any) -> bool:

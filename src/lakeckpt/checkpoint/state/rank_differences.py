@@ -2,7 +2,7 @@
 
 On the same number of ranks, each rank gets its own state back. On another number, rank r takes the state of the old
 rank r mod W. This is right for state that was the same on all ranks, and for buffers and notes, which belong to one
-rank. It would be wrong, and nobody would notice, where ranks have different roles, as in the stages of a pipeline: no
+rank. It would be wrong, and nobody would notice, if ranks have different roles, as in the stages of a pipeline: no
 record says which role a new rank has. So parameters, optimizer states and tensors in parts that differed between ranks
 are refused.
 

@@ -28,7 +28,7 @@ class Snapshot:
 
     tensors: Mapping[str, torch.Tensor]
     documents: Mapping[str, bytes]
-    """item → the document of its tree; where ranks share tensors, one more says which (``sharing``)."""
+    """item → the document of its tree; if ranks share tensors, one more says which (``sharing``)."""
 
 
 def flat_of(name: str, one: Any, names: Mapping[int, str]) -> Flat:

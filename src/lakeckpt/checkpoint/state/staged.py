@@ -72,7 +72,7 @@ class Staged:
 def _bundle(spec: TensorSpec, shared: Mapping[str, Sharing]) -> Hashable:
     """Return what is equal for the parts that lie on the same ranks: those of one item that one mesh divides alike.
 
-    None for a plain tensor. Where there are more ranks than rows, many ranks have a part without elements. How many
+    None for a plain tensor. If there are more ranks than rows, many ranks have a part without elements. How many
     ranks do depends on the number of rows, so that only such parts of one shape go together."""
     place = place_of(spec.key) if shared else None
     sharing = None if place is None else shared.get(place.name)
@@ -91,7 +91,7 @@ class StagedCut:
     readers: Mapping[str, tuple[PendingRecord, ...]] = field(default_factory=dict)
     """reader → its pending records up to the cut, since the newest commit or an earlier one."""
     metric: float | None = None
-    """How good the state is, where the training loop gave a metric."""
+    """How good the state is, if the training loop gave a metric."""
     waits: tuple[SiteWaits, ...] = ()
     """How long this rank waited, and how much of its captures moved meanwhile."""
     intact: Callable[[], None] = lambda: None

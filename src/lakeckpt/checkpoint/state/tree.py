@@ -81,7 +81,7 @@ def flatten(item: str, state: object, *, of_module: bool = False, optimizer: str
 
     ``of_module`` says that it is the state of a `torch.nn.Module`, whose names wrappers mark; ``optimizer`` is the
     class of an optimizer whose state it is. Raises `UnsupportedValue` naming a tensor that cannot be stored, or a place
-    where containers lie too deep.
+    if containers lie too deep.
     """
     walk = _Walk(item)
     tree = walk.plain(state, item, _DEEPEST, of_module=of_module)
@@ -133,7 +133,7 @@ class _Walk:
             key += "~"
         if is_sharded(tensor):
             self.sharded[key] = tensor
-            # Also where this rank has none of its elements: what it captured is to say of which shape the whole is.
+            # Also if this rank has none of its elements: what it captured is to say of which shape the whole is.
             # Outside of the mesh of a single number, it has nothing that could say so.
             if local.dim() == tensor.dim():
                 self.tensors[part_key(key, offsets_of(path, tensor), tensor.shape)] = local
@@ -163,7 +163,7 @@ def tree_of_branches(branches: Mapping[str, Payload], *, optimizer: str = "") ->
 
 
 def tree_from_bytes(document: bytes) -> tuple[Any, str]:
-    """Return the tree of a document and its ``kind`` (see `Flat`). `WireError` where it is no such document."""
+    """Return the tree of a document and its ``kind`` (see `Flat`). `WireError` if it is no such document."""
     tree = loads(document, kind=_KIND, supported=_VERSION)
     return tree, tree.pop(_CLASS, "") if type(tree) is dict else ""
 
@@ -207,7 +207,7 @@ def alongside(tree: Any, like: Any) -> Iterator[tuple[TensorRef, Any]]:
 
 
 def rebuild(tree: Any, tensors: Mapping[str, torch.Tensor], like: Any = None) -> Any:
-    """Put ``tensors`` back into ``tree``, shaped ``like`` the state of the live object where that has the same
+    """Put ``tensors`` back into ``tree``, shaped ``like`` the state of the live object if that has the same
     place."""
     if isinstance(tree, TensorRef):
         if tree.key not in tensors:

@@ -22,13 +22,13 @@ from math import prod
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import Ranks, holds, joined
 from lakeckpt.checkpoint.format.parts import SHARING, PartRecord, TensorRecord, TreeRecord
-from lakeckpt.checkpoint.format.sharing import Place, Sharing, place_of, say_ranks, sharing_from_bytes, untiled
+from lakeckpt.checkpoint.format.sharing import PartPlace, Sharing, place_of, say_ranks, sharing_from_bytes, untiled
 from lakeckpt.errors import CheckpointDamaged, WireError
 
-__all__ = ["Part", "Region", "Whole", "Wholes", "wholes_of"]
+__all__ = ["Region", "SavedPart", "Whole", "Wholes", "wholes_of"]
 
 
-def _whole_spec(place: Place, part: TensorSpec) -> TensorSpec:
+def _whole_spec(place: PartPlace, part: TensorSpec) -> TensorSpec:
     """Return the spec of the tensor that ``part`` is a part of. `CheckpointDamaged` if there is none such."""
     try:
         whole = TensorSpec(key=place.name, dtype=part.dtype, shape=place.shape)
@@ -40,7 +40,7 @@ def _whole_spec(place: Place, part: TensorSpec) -> TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SavedPart:
     """A saved part: its key, and where it begins in the whole."""
 
     key: str
@@ -63,18 +63,18 @@ class Whole:
     """A tensor and the parts in which it was saved. A plain tensor is its own single part."""
 
     spec: TensorSpec
-    parts: tuple[Part, ...]
+    parts: tuple[SavedPart, ...]
     sharing: Sharing | None = None
     """How the rank shared it; None: the rank had it whole."""
     is_several: bool = False
-    """Whether other ranks had another tensor of this name."""
+    """True if other ranks had another tensor of this name."""
 
     @classmethod
     def plain(cls, spec: TensorSpec) -> Whole:
         """Return a tensor that was saved as one."""
-        return cls(spec=spec, parts=(Part(key=spec.key, offsets=(0,) * len(spec.shape), sizes=spec.shape),))
+        return cls(spec=spec, parts=(SavedPart(key=spec.key, offsets=(0,) * len(spec.shape), sizes=spec.shape),))
 
-    def part_at(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Part | None:
+    def part_at(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> SavedPart | None:
         """Return the saved part with exactly this extent."""
         return next((part for part in self.parts if (part.offsets, part.sizes) == (offsets, sizes)), None)
 
@@ -89,7 +89,7 @@ class Whole:
         return found
 
 
-def _common(part: Part, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Region | None:
+def _common(part: SavedPart, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Region | None:
     """Return the region of ``part`` that lies in the box at ``offsets`` of ``sizes``; None if there is none."""
     lows = tuple(map(max, part.offsets, offsets))
     stops = [
@@ -109,7 +109,7 @@ def wholes_of(specs: Mapping[str, TensorSpec], shared: Mapping[str, Sharing]) ->
 
     ``shared`` says how each tensor was divided. `CheckpointDamaged` if parts do not fit one another.
     """
-    found: dict[str, tuple[TensorSpec, list[Part]]] = {}
+    found: dict[str, tuple[TensorSpec, list[SavedPart]]] = {}
     for key, spec in specs.items():
         place = place_of(key)
         if place is None:
@@ -117,7 +117,7 @@ def wholes_of(specs: Mapping[str, TensorSpec], shared: Mapping[str, Sharing]) ->
         whole, parts = found.setdefault(place.name, (_whole_spec(place, spec), []))
         if whole != _whole_spec(place, spec):
             raise CheckpointDamaged(f"{key!r:.200} is no part of a {whole.dtype} tensor of {list(whole.shape)}")
-        parts.append(Part(key=key, offsets=place.offsets, sizes=spec.shape))
+        parts.append(SavedPart(key=key, offsets=place.offsets, sizes=spec.shape))
     return {
         name: Whole(spec=spec, parts=tuple(parts), sharing=shared.get(name)) for name, (spec, parts) in found.items()
     }
@@ -171,7 +171,7 @@ class Wholes:
                 continue
             whole = Whole(
                 spec=_whole_of(pieces),
-                parts=tuple(Part(key=one.spec.key, offsets=at, sizes=one.spec.shape) for at, one in pieces),
+                parts=tuple(SavedPart(key=one.spec.key, offsets=at, sizes=one.spec.shape) for at, one in pieces),
                 sharing=sharing,
                 is_several=len(self._groups(name)) > 1,
             )

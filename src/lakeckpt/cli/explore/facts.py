@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.checkpoint.consumed.rows import Order
+from lakeckpt.checkpoint.consumed.rows import RowOrder
 from lakeckpt.checkpoint.ledger.audit import audit_history, read_run
 from lakeckpt.checkpoint.ledger.explain import explain_history
 from lakeckpt.checkpoint.ledger.indexes import orders_of
@@ -117,7 +117,7 @@ class _Strip:
         return {"rows": self.rows, "done": self._done, "cells": cells}
 
 
-def _steps(history: History, orders: Mapping[str, Order], newest: int) -> tuple[dict[str, Any], str]:
+def _steps(history: History, orders: Mapping[str, RowOrder], newest: int) -> tuple[dict[str, Any], str]:
     """Return optimizer step → the rows of its ranks, for the last steps; and why there are no more, or empty."""
     tip = history.tip
     found: dict[str, Any] = {}

@@ -1,1 +1,6 @@
-"""The command `lakeckpt plan`."""
+"""This package holds the command ``lakeckpt plan``.
+
+::
+
+    table, topology → [command] → [columns]: bytes of the wanted columns → [facts]: steps, memory, warnings → text, JSON
+"""

@@ -43,7 +43,7 @@ def column_bytes(
 ) -> ColumnBytes:
     """Return the sizes of ``columns`` (None: all) by row group; ``progress(files done, files)``.
 
-    Raises `SchemaError` for a column that the table does not have, `DataFileChanged` where a file was written again.
+    Raises `SchemaError` for a column that the table does not have, `DataFileChanged` if a file was written again.
     """
     names = _stored_names(table, columns)
     files = len(table.index.paths)
@@ -83,7 +83,7 @@ def _of_file(table: Table, names: Sequence[str], file: int) -> Int64Array:
 
 
 def _fixed_width(kind: pa.DataType) -> int | None:
-    """Return the bytes of one value as it is delivered; None where the width varies."""
+    """Return the bytes of one value as it is delivered; None if the width varies."""
     if pa.types.is_boolean(kind):
         return 1
     if pa.types.is_decimal(kind):

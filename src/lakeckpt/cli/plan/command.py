@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from lakeckpt.checkpoint.ledger.consumed_keys import consumed_keys
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json
 from lakeckpt.cli.plan.columns import column_bytes
-from lakeckpt.cli.plan.facts import Topology, plan_facts, warnings_of
+from lakeckpt.cli.plan.facts import PlannedTopology, plan_facts, warnings_of
 from lakeckpt.cli.run_arguments import options_of
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.formats.dispatch import open_table
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--version", metavar="V", help="a Delta version, an Iceberg tag, branch or snapshot id, a Hudi instant"
     )
-    parser.add_argument("--format", metavar="F", help="parquet, delta, iceberg or hudi, where a folder is several")
+    parser.add_argument("--format", metavar="F", help="parquet, delta, iceberg or hudi, if a folder is several")
     parser.add_argument("--columns", metavar="A,B,…", help="the columns to be read (default: all)")
     parser.add_argument("--world-size", type=int, default=1, metavar="W", help="data-parallel ranks (default: 1)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="loader workers of each rank (default: 0)")
@@ -58,14 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--key", metavar="A", help="with --remap: the column that tells all rows apart")
     parser.add_argument("--out", metavar="FILE", help="with --remap: the Parquet file to write")
-    parser.add_argument("--reader", metavar="NAME", help="with --remap: the reader, where the run has several")
+    parser.add_argument("--reader", metavar="NAME", help="with --remap: the reader, if the run has several")
     parser.add_argument("--storage-options", metavar="JSON", help="for the store, as fsspec takes them")
     parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan and print. Returns 0."""
-    topology = Topology(
+    topology = PlannedTopology(
         world_size=args.world_size,
         workers=args.workers,
         batch_size=args.batch_size,

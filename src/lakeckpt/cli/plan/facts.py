@@ -27,7 +27,7 @@ from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.windows.cache import windows_held_of
 
-__all__ = ["Topology", "plan_facts", "warnings_of"]
+__all__ = ["PlannedTopology", "plan_facts", "warnings_of"]
 
 Int64Array = npt.NDArray[np.int64]
 _TINY_FILE, _MANY_FILES = 1_000_000, 32
@@ -36,7 +36,7 @@ _LARGEST = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
+class PlannedTopology:
     """How the table is to be read."""
 
     world_size: int
@@ -70,7 +70,7 @@ class Topology:
         return sum(windows_held_of(lanes) + 1 for lanes in each)
 
 
-def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology) -> dict[str, Any]:
+def plan_facts(table: Table, sizes: ColumnBytes, topology: PlannedTopology) -> dict[str, Any]:
     """Return what reading ``table`` takes, as JSON-able values."""
     index, lanes, rows = table.index, topology.lanes, table.num_rows
     spec = OrderSpec(seed=0, shuffle=topology.shuffle, window=topology.window if topology.shuffle else 1)
@@ -105,7 +105,7 @@ def plan_facts(table: Table, sizes: ColumnBytes, topology: Topology) -> dict[str
     }
 
 
-def _steps(index: TableIndex, spec: OrderSpec, topology: Topology, rows: int) -> dict[str, int]:
+def _steps(index: TableIndex, spec: OrderSpec, topology: PlannedTopology, rows: int) -> dict[str, int]:
     """Return the steps of an epoch on every rank, how many of them have fewer rows than a full global batch, and the
     rows that ``tail="drop"`` drops."""
     identity = Identity(table=index.digest, selection="", rows=rows, spec=spec, tail=topology.tail, endless=False)

@@ -1,1 +1,6 @@
-"""What all of ``lakeckpt.data`` stands on."""
+"""This package holds what all of `lakeckpt.data` stands on.
+
+::
+
+    private names of torch → [torch_private] → batch, place, flows, workers; tracking
+"""

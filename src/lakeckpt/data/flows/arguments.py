@@ -5,31 +5,34 @@ It refuses arguments that do not go with such a transform. It reads nothing and 
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lakeckpt.data.base_dataset import BaseDataset
 from lakeckpt.data.flows.ends import ends_of
 from lakeckpt.data.flows.feed import Feed
 from lakeckpt.data.flows.source import FlowSource
-from lakeckpt.data.flows.tokens import Tokenizing, TokenSource, check_text
+from lakeckpt.data.flows.tokens import Tokenizing, TokenSource
 from lakeckpt.data.flows.whole import WholeSource
-from lakeckpt.data.options import one_of
+from lakeckpt.data.options import ReadOptions, one_of
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.source import BatchSource
 from lakeckpt.errors import ConfigError
-from lakeckpt.reading.packed.packing import Packing
 
-if TYPE_CHECKING:
-    from lakeckpt.data.dataset import LakeDataset
-
-__all__ = ["check_flow", "check_no_workers", "feed_of", "parts_of", "tokenized", "whole_documents"]
-
-_MANY = 'rows="many"'
+__all__ = ["check_flow", "check_no_workers", "feed_of", "parts_of"]
 
 
-def check_flow(dataset: LakeDataset, rows: Any, *, endless: bool, drops: bool, begun: bool, name: str = _MANY) -> None:
-    """Raise `ConfigError` where ``dataset`` has arguments that ``rows="many"`` does not go with; ``name`` says what
+def check_flow(
+    dataset: BaseDataset,
+    options: ReadOptions,
+    rows: Any,
+    *,
+    endless: bool,
+    drops: bool,
+    begun: bool,
+    name: str = 'rows="many"',
+) -> None:
+    """Raise `ConfigError` if ``dataset`` has arguments that ``rows="many"`` does not go with; ``name`` says what
     the user wrote."""
     one_of("rows", rows, ("many",))
     wrong = {
@@ -37,7 +40,7 @@ def check_flow(dataset: LakeDataset, rows: Any, *, endless: bool, drops: bool, b
         "a batch_size=, in rows that it yields": dataset.row_wise,
         'output="torch" or "numpy"': dataset.output == "arrow",
         "drop_last=False: which rows are the last is not known before they are read": drops and not endless,
-        'on_new_version="keep"': dataset.options.on_new_version != "keep",
+        'on_new_version="keep"': options.on_new_version != "keep",
         "no consumed=": begun,
         "no follow=": dataset.follow is not None,
     }
@@ -46,9 +49,9 @@ def check_flow(dataset: LakeDataset, rows: Any, *, endless: bool, drops: bool, b
             raise ConfigError(f"{name} needs {needed}")
 
 
-def check_no_workers(dataset: LakeDataset) -> None:
-    """Raise `ConfigError` in a worker of another DataLoader, if ``dataset`` yields any number of rows of a row."""
-    if dataset.yields_many:
+def check_no_workers(yields_many: bool) -> None:
+    """Raise `ConfigError` in a worker of another DataLoader, if a dataset ``yields_many`` rows of a row, or none."""
+    if yields_many:
         raise ConfigError(
             'rows="many", a tokenizer= and documents="whole" are read by lakeckpt.LakeLoader, with any number of '
             "workers, and not by the worker processes of another DataLoader, whose main process does not learn how far "
@@ -56,13 +59,17 @@ def check_no_workers(dataset: LakeDataset) -> None:
         )
 
 
-def parts_of(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[BatchSource, Progress]:
+def parts_of(
+    dataset: BaseDataset, options: ReadOptions, pinned: Pinned, transform: Any
+) -> tuple[BatchSource, Progress]:
     """Return what reads ``pinned`` for ``dataset``, and the place in it."""
-    return (_flow_parts if dataset.yields_many else _row_parts)(dataset, pinned, transform)
+    return (_flow_parts if dataset.yields_many else _row_parts)(dataset, options, pinned, transform)
 
 
-def _row_parts(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[BatchSource, Progress]:
-    options, row_wise = dataset.options, dataset.row_wise
+def _row_parts(
+    dataset: BaseDataset, options: ReadOptions, pinned: Pinned, transform: Any
+) -> tuple[BatchSource, Progress]:
+    row_wise = dataset.row_wise
     source = BatchSource(pinned, output=dataset.output, options=options, transform=transform, row_wise=row_wise)
     progress = Progress(
         pinned,
@@ -76,8 +83,10 @@ def _row_parts(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[Ba
     return source, progress
 
 
-def _flow_parts(dataset: LakeDataset, pinned: Pinned, transform: Any) -> tuple[BatchSource, Progress]:
-    options, size = dataset.options, dataset.batch_size
+def _flow_parts(
+    dataset: BaseDataset, options: ReadOptions, pinned: Pinned, transform: Any
+) -> tuple[BatchSource, Progress]:
+    size = dataset.batch_size
     assert size is not None
     kind = _kind(pinned, transform)
     source = kind(pinned, output=dataset.output, options=options, transform=transform, row_wise=False)
@@ -98,43 +107,11 @@ def _kind(pinned: Pinned, transform: Any) -> type[FlowSource]:
     return TokenSource if isinstance(transform, Tokenizing) else FlowSource
 
 
-def tokenized(dataset: LakeDataset, tokenizing: Tokenizing) -> LakeDataset:
-    """Return a dataset of sequences of tokens of the texts that ``dataset`` reads. `ConfigError`, `SchemaError`."""
-    pinned = dataset._versions.at_hand
-    check_text(pinned.table.schema, tokenizing.column)
-    if dataset.has_transform or dataset.options.text != "str":
-        raise ConfigError('pack with a tokenizer= needs a dataset without transform=, and ReadOptions(text="str")')
-    return _flow_of(dataset, dataclasses.replace(pinned, columns=[tokenizing.column]), tokenizing, _MANY)
+def feed_of(source: Any, progress: Progress, rank: int) -> Feed | None:
+    """Return what gives ``rank`` the rest of the epoch of ``source``; None if positions alone decide that.
 
-
-def whole_documents(dataset: LakeDataset, packing: Packing) -> LakeDataset:
-    """Return a dataset of sequences of whole documents that ``dataset`` reads. `ConfigError`, `SchemaError`."""
-    if dataset.has_transform:
-        raise ConfigError(
-            'documents="whole" needs a dataset without transform=: a state would not say what was made of a sequence'
-        )
-    pinned = dataclasses.replace(dataset._versions.at_hand, columns=[packing.column], packing=packing)
-    return _flow_of(dataset, pinned, None, 'documents="whole"')
-
-
-def _flow_of(dataset: LakeDataset, pinned: Pinned, transform: Any, name: str) -> LakeDataset:
-    """Return a dataset that reads ``pinned`` as a flow, as ``dataset`` does otherwise."""
-    made = object.__new__(type(dataset))
-    made.__dict__.update(dataset.__dict__)
-    made.has_transform = made.yields_many = True
-    drops, begun = pinned.tail == "drop", pinned.table.index.rest is not None
-    check_flow(made, "many", endless=pinned.endless, drops=drops, begun=begun, name=name)
-    made.columns = pinned.columns
-    made._read(pinned, transform)
-    return made
-
-
-def feed_of(dataset: LakeDataset, rank: int) -> Feed | None:
-    """Return what gives ``rank`` the rest of the epoch of ``dataset``; None where positions alone decide that.
-
-    Raises `ConfigError` where ranks cannot agree on the end of an epoch.
+    Raises `ConfigError` if ranks cannot agree on the end of an epoch.
     """
-    source, progress = dataset._source, dataset._progress
     if not isinstance(source, FlowSource):
         return None
     ends = ends_of(progress.origin, rank)

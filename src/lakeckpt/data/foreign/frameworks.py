@@ -4,11 +4,11 @@ A `LakeDataset` yields what belongs to its own rank. accelerate (and transformer
 DataLoader apart and deals the rows of its dataset to the ranks itself; of a dataset that deals for itself that leaves
 one row of W, without an error. `check_dealers` sees on the stack what iterates the dataset, and refuses that.
 
-A `LakeLoader` says that accelerate has prepared it (`Prepared`), so accelerate takes it as it is. What accelerate's own
-loaders do besides is done here: they put batches on the device, say when one is the last (so that ``accumulate`` steps
-there), and enter ``save_state`` with their state.
+A `LakeLoader` says that accelerate has prepared it (`Prepared`), so accelerate takes it as it is. The other work of
+accelerate's own loaders is done here: they put batches on the device, say when one is the last (so that ``accumulate``
+steps there), and enter ``save_state`` with their state.
 
-Lightning counts the steps of an epoch itself, once, when it begins. Where a part of the epoch was read on other ranks
+Lightning counts the steps of an epoch itself, once, when it begins. If a part of the epoch was read on other ranks
 that is wrong, and of a loader without a length it fetches a batch ahead. It saves and loads a loader's state from one
 place, which `counts_steps` finds on the stack.
 
@@ -68,8 +68,8 @@ def _callers() -> dict[str, object]:
 def check_dealers(topology: tuple[int, int], *, at_start: bool = True) -> str:
     """Return which loader takes more from a dataset than its own loop has received; empty: none does.
 
-    Raises ConfigError where what asks for rows of one rank of several would deal them to the ranks once more, and
-    StateUnavailable where it skips batches that may be others than those that were trained on.
+    Raises ConfigError if what asks for rows of one rank of several would deal them to the ranks once more, and
+    StateUnavailable if it skips batches that may be others than those that were trained on.
     """
     callers, (rank, world_size) = _callers(), topology
     for name in _DEALERS & callers.keys() if world_size > 1 else ():
@@ -104,7 +104,7 @@ def counts_steps() -> bool:
 
 
 def check_counted(state: State, world_size: int) -> None:
-    """StateUnavailable where Lightning would go on within an epoch on other ranks, and miscount its steps. It does so
+    """StateUnavailable if Lightning would go on within an epoch on other ranks, and miscount its steps. It does so
     also from the last step of an epoch. Of a checkpoint of the end of an epoch, it loads no loader's state."""
     before = state.segment.world_size
     if before == world_size or state.step == 0:
@@ -118,7 +118,7 @@ def check_counted(state: State, world_size: int) -> None:
 
 
 def check_not_fetched_ahead() -> None:
-    """StateUnavailable where Lightning asks for the state of a loader without a length."""
+    """StateUnavailable if Lightning asks for the state of a loader without a length."""
     if _asked_by(3):
         raise StateUnavailable(
             "Lightning fetches a batch ahead of a loader without a length: the state that it would save has a batch "
@@ -131,7 +131,7 @@ _SAMPLERS = frozenset({"torch.utils.data.distributed", "torch.utils.data.sampler
 
 
 def check_not_sampled() -> None:
-    """ConfigError where a sampler of torch asks for the length of a dataset that has the order of rows itself.
+    """ConfigError if a sampler of torch asks for the length of a dataset that has the order of rows itself.
 
     DeepSpeed makes such a sampler of its ``training_data``. torch refuses it later, and does not say what to do."""
     if sys._getframe(2).f_globals.get("__name__") in _SAMPLERS:
@@ -151,7 +151,7 @@ class Prepared:
     use_stateful_dataloader = True
     """``save_state`` and ``load_state`` of an accelerator are to have the loader's state."""
     end_of_dataloader = False
-    """True where the batch that the loop has is the last batch of the epoch."""
+    """True if the batch that the loop has is the last batch of the epoch."""
     remainder = -1
     """Rows that the last batch has too many: none is ever repeated to fill it."""
 
@@ -159,8 +159,8 @@ class Prepared:
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Asked by ``accelerator.prepare``, which may also set it. Others who look (an inspector, a debugger) learn
-        what is, and change nothing."""
+        """Asked by ``accelerator.prepare``, which may also set it. Any other caller, such as a debugger, reads the
+        value without changing it."""
         asks = str(sys._getframe(1).f_globals.get("__name__"))
         self._is_prepared = self._is_prepared or asks.partition(".")[0] == "accelerate"
         return self._is_prepared

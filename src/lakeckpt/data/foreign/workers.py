@@ -51,27 +51,27 @@ class SharedEpoch:
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._numbers = _shared(state["_numbers"])  # nothing changes where it is shared already
+        self._numbers = _shared(state["_numbers"])  # nothing changes if it is shared already
 
     @property
     def epoch(self) -> int | None:
-        """The epoch that was set; None where none was."""
+        """The epoch that was set; None if none was."""
         epoch = int(self._numbers[_EPOCH])
         return None if epoch < 0 else epoch
 
     @property
     def has_begun(self) -> bool:
-        """True where a worker has begun to read since the last `go_to`."""
+        """True if a worker has begun to read since the last `go_to`."""
         return bool(self._numbers[_ITERATION])
 
     @property
     def is_inside(self) -> bool:
-        """True where the main process went to a place in the middle of the epoch."""
+        """True if the main process went to a place in the middle of the epoch."""
         return bool(self._numbers[_INSIDE])
 
     @property
     def has_lanes(self) -> bool:
-        """True where the number of lanes is agreed on."""
+        """True if the number of lanes is agreed on."""
         return bool(self._numbers[_LANES])
 
     def go_to(self, epoch: int, *, inside: bool = False) -> None:
@@ -111,7 +111,7 @@ class WorkerPlace:
 
     @property
     def is_over(self) -> bool:
-        """True where nothing of the epoch is left for this worker."""
+        """True if nothing of the epoch is left for this worker."""
         steps = Plan(self.state).steps
         return steps is not None and self.next_step >= steps
 
@@ -132,7 +132,7 @@ class WorkerPlace:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> WorkerPlace:
-        """Return what `to_plain` made ``plain`` of; StateError where it is none."""
+        """Return what `to_plain` made ``plain`` of; StateError if it is none."""
         values = {name: value for name, value in plain.items() if name != "format"}
         found: WorkerPlace = from_plain(cls, values, "the state of a worker", error=StateError)
         return found
@@ -171,7 +171,7 @@ class WorkerTurns:
         self._begun += 1
         if loaded is not None:
             place = self._restored(loaded, shared, worker=worker, workers=workers, world_size=world_size)
-            if not place.is_over:  # a StatefulDataLoader begins again at once where its state is of an end
+            if not place.is_over:  # a StatefulDataLoader begins again at once if its state is of an end
                 shared.begin(iteration)
         else:
             follows = shared.begin(iteration)
@@ -193,7 +193,7 @@ class WorkerTurns:
         return place
 
     def _refusal(self, shared: SharedEpoch, *, follows: bool) -> str:
-        """Return why this iteration cannot be; empty where it can."""
+        """Return why this iteration cannot be; empty if it can."""
         if shared.is_inside:
             return (
                 "a state from the middle of an epoch was loaded into the dataset, and workers of a torch DataLoader "

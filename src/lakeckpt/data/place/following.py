@@ -26,7 +26,7 @@ from lakeckpt.data.place.broadcast import found_by_first
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.lake.table.index import TableIndex
-from lakeckpt.lake.table.joined import Added, Part, joined, known_marks
+from lakeckpt.lake.table.joined import Added, SomeFiles, joined, known_marks
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 
@@ -90,7 +90,7 @@ class Look:
         left = rows_left(before, self._progress.plan.rest(self._progress.state.step).begun[0])
         if not left and not added.indexes:
             return None
-        parts = [Part(index=table.index, left=left), *(Part(index=one) for one in added.indexes)]
+        parts = [SomeFiles(index=table.index, left=left), *(SomeFiles(index=one) for one in added.indexes)]
         is_plain = table.index.version.format == "parquet"
         known = known_marks(table.index).union(*map(known_marks, added.indexes)) if is_plain else set()
         found = joined(parts, version=added.version, known=known, needed=_needed(before))

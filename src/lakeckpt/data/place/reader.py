@@ -8,7 +8,7 @@ themselves; `start` has the loader begin to read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lakeckpt.core.consumption import between
 from lakeckpt.core.state import State
@@ -28,7 +28,6 @@ from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.packing import Packing
 
 if TYPE_CHECKING:
-    from lakeckpt.data.loader import LakeLoader
     from lakeckpt.data.streams.mix import MixedDataset
 
 __all__ = ["LoaderReader", "MixtureReader", "TableReader"]
@@ -78,10 +77,31 @@ class TableReader:
         return self._versions.repin(index)
 
 
+class _Loader(Protocol):
+    """What a `LakeLoader` is to its reader. The training thread alone calls it."""
+
+    dataset: Any
+    num_workers: int
+    receipt_column: str | None
+
+    @property
+    def topology(self) -> tuple[int, int]: ...
+
+    def state_dict(self, at: AnyReceipt | None = None) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def _settle(self) -> None:
+        """Take the number of ranks and workers into the place, before the place is asked."""
+
+    def _start(self) -> None:
+        """Begin to read what the next iteration will deliver."""
+
+
 class _Tracked:
     """The side of ``loader`` by which managers track it."""
 
-    def __init__(self, loader: LakeLoader) -> None:
+    def __init__(self, loader: _Loader) -> None:
         self._loader, self._dataset = loader, loader.dataset
         self._progress: Progress = loader.dataset._progress
 
@@ -98,7 +118,7 @@ class _Tracked:
     @property
     def last_receipt(self) -> AnyReceipt | None:
         """The receipt of what the loop received last."""
-        return self._loader.last_receipt
+        return self._progress.last_receipt
 
     def state_dict(self, at: AnyReceipt | None = None) -> dict[str, Any]:
         """See `LakeLoader.state_dict`."""
@@ -185,7 +205,7 @@ class _Tracked:
 class LoaderReader(_Tracked, TableReader):
     """The side of ``loader``, which reads one table, that checkpoint managers see."""
 
-    def __init__(self, loader: LakeLoader) -> None:
+    def __init__(self, loader: _Loader) -> None:
         _Tracked.__init__(self, loader)
         TableReader.__init__(self, loader.dataset._versions)
 
@@ -209,7 +229,7 @@ class LoaderReader(_Tracked, TableReader):
 class MixtureReader(_Tracked):
     """The side of ``loader``, which reads the mixture ``dataset``, that checkpoint managers see."""
 
-    def __init__(self, loader: LakeLoader, dataset: MixedDataset) -> None:
+    def __init__(self, loader: _Loader, dataset: MixedDataset) -> None:
         super().__init__(loader)
         progress: Any = self._progress
         self._mixed: MixedProgress = progress

@@ -1,1 +1,8 @@
-"""This package defines what language models read: documents packed into sequences."""
+"""This package defines what language models read: documents packed into sequences, and mixtures.
+
+::
+
+    dataset of documents → [pack] → dataset of sequences
+
+    datasets and weights → [mix] → mixture → [mixed_source]: takes each row from its source → micro-batches
+"""

@@ -7,13 +7,13 @@ else is as in `lakeckpt.LakeDataset`. The module reads nothing and starts no thr
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
 from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.flows.arguments import tokenized, whole_documents
-from lakeckpt.data.flows.tokens import Tokenizing
+from lakeckpt.data.flows.tokens import Tokenizing, check_text
 from lakeckpt.data.options import flag, one_of, positive
 from lakeckpt.errors import ConfigError, shown
 from lakeckpt.reading.packed.packing import COLUMNS, DTYPES, Packing
@@ -128,10 +128,10 @@ def pack(
     if not mask_ends:
         raise ConfigError(f"with {name}, the last token of a document has no label: leave mask_ends=True")
     if tokenizer is None:
-        return whole_documents(dataset, packing)
+        return _whole_documents(dataset, packing)
     if packing.whole:
         raise ConfigError('documents="whole" needs tokens, and tokenizer= makes them of texts: make them in advance')
-    return tokenized(dataset, _tokenizing(packing, tokenizer))
+    return _tokenized(dataset, _tokenizing(packing, tokenizer))
 
 
 def _check(dataset: Any, length: Any) -> None:
@@ -160,6 +160,25 @@ def _tokenizing(packing: Packing, tokenizer: Any) -> Tokenizing:
         columns=packing.columns,
         padding=packing.padding,
     )
+
+
+def _tokenized(dataset: LakeDataset, tokenizing: Tokenizing) -> LakeDataset:
+    """Return a dataset of sequences of tokens of the texts that ``dataset`` reads. `ConfigError`, `SchemaError`."""
+    pinned = dataset._versions.at_hand
+    check_text(pinned.table.schema, tokenizing.column)
+    if dataset.has_transform or dataset.options.text != "str":
+        raise ConfigError('pack with a tokenizer= needs a dataset without transform=, and ReadOptions(text="str")')
+    return dataset._as_flow(replace(pinned, columns=[tokenizing.column]), tokenizing, 'rows="many"')
+
+
+def _whole_documents(dataset: LakeDataset, packing: Packing) -> LakeDataset:
+    """Return a dataset of sequences of whole documents that ``dataset`` reads. `ConfigError`, `SchemaError`."""
+    if dataset.has_transform:
+        raise ConfigError(
+            'documents="whole" needs a dataset without transform=: a state would not say what was made of a sequence'
+        )
+    pinned = replace(dataset._versions.at_hand, columns=[packing.column], packing=packing)
+    return dataset._as_flow(pinned, None, 'documents="whole"')
 
 
 def _columns(columns: Any, *, labels: bool) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 The micro-batches themselves lie in slots of shared memory. A `Group` is pickled as numbers: where each micro-batch
 lies, and where its pickle begins. When the main process unpickles a group, the group takes a lease of each slot. So a
-slot is free again as soon as nobody refers to its bytes, also where torch drops a group that nobody wants any more. The
+slot is free again as soon as nobody refers to its bytes, also if torch drops a group that nobody wants any more. The
 module starts no threads; torch's pinning thread calls `Group.pin_memory`.
 """
 
@@ -37,14 +37,14 @@ class Group:
     memory: int
     """The number of the slot memory (`SlotMemory.numbered`)."""
     over: bool = False
-    """True where the worker gives no more micro-batches in this iteration: all are read, or there was an error."""
+    """True if the worker gives no more micro-batches in this iteration: all are read, or there was an error."""
     error: Any = None
     """The error that ended the reading behind these micro-batches: an exception, or an `ExceptionWrapper`."""
     size_bytes: int = 0
     written: list[tuple[int, int, int, int]] = field(default_factory=list)
     """In the worker: (step, offset, bytes, where the pickle begins) of each micro-batch."""
     stores: list[tuple[str, int, int]] = field(default_factory=list)
-    """What the worker has read from stores since its last group (`lakeckpt.counters.take_stores`)."""
+    """The reads of the worker from stores since its last group (`lakeckpt.counters.take_stores`)."""
     arrived: deque[Arrived] = field(default_factory=deque)
     """In the main process: the micro-batches."""
 

@@ -80,7 +80,7 @@ def pack(value: Any, receipt: Receipt | None) -> Packed:
 def unpack(slab: npt.NDArray[np.uint8] | torch.Tensor, pickle_at: int, receipt: Receipt) -> Any:
     """Return the value that lies in ``slab``. Its tensors and arrays are views of the slab, and as writable as it is.
 
-    Where the slab is a tensor, in pinned memory, tensors share its storage: so the allocator knows of copies that are
+    If the slab is a tensor, in pinned memory, tensors share its storage: so the allocator knows of copies that are
     under way.
     """
     return _Unpickler(_Leaves(slab, receipt), pickle_at).load()

@@ -56,7 +56,7 @@ class Workers:
         multiprocessing_context: the user's choice, or None.
         options: what else the DataLoaders inside get.
 
-    Raises `ConfigError` where the dataset's transform cannot reach the workers.
+    Raises `ConfigError` if the dataset's transform cannot reach the workers.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Workers:
         """Return (receipt, what the loop gets) for each of ``assignments``, which are those after ``beginning``.
 
         The workers begin to read at once. An earlier iteration ends. Raises what reading raised, `WorkerDied`,
-        `WorkerTimeout`; `ConfigError` where the script that starts workers would run again in each of them.
+        `WorkerTimeout`; `ConfigError` if the script that starts workers would run again in each of them.
         """
         self._iteration += 1
         try:
@@ -100,7 +100,7 @@ class Workers:
 
     @property
     def alive(self) -> bool:
-        """True where the workers may read on: they were not closed, and none has ended."""
+        """True if the workers may read on: they were not closed, and none has ended."""
         return not self.closed and all(worker.is_alive for worker in self._workers)
 
     @property
@@ -109,7 +109,7 @@ class Workers:
         return sum(worker.ready for worker in self._workers)
 
     def close(self) -> None:
-        """Stop the processes and join them. What was delivered stays valid as long as somebody holds it."""
+        """Stop the processes and join them. Delivered batches stay valid as long as somebody holds it."""
         self.closed = True
         if os.getpid() == self._process:
             for worker in self._workers:
@@ -154,7 +154,7 @@ class _Worker:
         """How many micro-batches the group had that came last."""
 
     def begin(self, beginning: Beginning) -> None:
-        """Have the worker read what follows ``beginning``, and forget what has come."""
+        """Start the worker at ``beginning``, and drop its earlier results."""
         assert self._loader is not None
         self._tasks.beginning, self._last = beginning, Group(self._memory.number)
         try:
@@ -187,13 +187,13 @@ class _Worker:
 
     @property
     def ready(self) -> int:
-        """The micro-batches of the group that the loop is at, and of groups that wait in torch's queue. What these hold
-        is not known before they are received: each counts as the last one did."""
+        """The micro-batches of the current group, and of groups that wait in torch's queue. The size of a waiting group
+        is not known: it counts as the last group did."""
         return len(self._last.arrived) + queued(self._groups) * self._size
 
     @property
     def is_alive(self) -> bool:
-        """True where the process has not ended."""
+        """True if the process has not ended."""
         return self._groups is None or self._process.is_alive()
 
     def close(self) -> None:
@@ -254,7 +254,7 @@ class _Tasks(Sampler[Task]):
 
 
 def _limits(prefetch_factor: int | None, memory_limit_bytes: int | None, *, groups: int, tasks: int) -> Limits:
-    """Return the limits of a group where ``groups`` of all workers are in flight, ``tasks`` of each not received."""
+    """Return the limits of a group if ``groups`` of all workers are in flight, ``tasks`` of each not received."""
     most = _GROUP_MOST if prefetch_factor is None else prefetch_factor // tasks
     if memory_limit_bytes is None:
         return Limits(size_bytes=GROUP_BYTES, micro_batches=most, spare_bytes=4 * GROUP_BYTES)

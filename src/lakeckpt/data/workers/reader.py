@@ -6,14 +6,14 @@ iteration, and reads the lanes that it owns: lane l belongs to worker l modulo t
 decoded by one process. No assignment crosses a queue, and the threads of the source decode ahead while the worker waits
 for a task.
 
-A group ends at 16 MiB, after 50 ms, at 512 micro-batches, and where the next window is not decoded yet. The first
+A group ends at 16 MiB, after 50 ms, at 512 micro-batches, and when the next window is not decoded yet. The first
 groups of an iteration hold 1, 2, 4, … micro-batches, so the loop gets the first one soon.
 
 A worker never decides an order, and its place counts for no state. An exception of the reading is part of a group,
 because torch would go on with the next task after an exception that it carries itself.
 
 In a worker that was not forked, `WorkerInit` starts a daemon thread that ends the process when the main process has
-gone, and another one where the main process handles signals (`lakeckpt.data.workers.signals`). Nobody joins them.
+gone, and another one if the main process handles signals (`lakeckpt.data.workers.signals`). Nobody joins them.
 """
 
 from __future__ import annotations

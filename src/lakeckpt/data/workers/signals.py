@@ -1,11 +1,11 @@
 """This module lets worker processes ignore the signals that their main process handles.
 
-Slurm, Kubernetes and torchrun send a signal to every process of a job. Where the main process handles the signal, its
+Slurm, Kubernetes and torchrun send a signal to every process of a job. If the main process handles the signal, its
 workers must go on reading until the main process ends them.
 
 A worker is started with these signals blocked: a child inherits the mask in all of its threads, however it is started,
 and so does a fork server. A worker of a fork server that is older blocks them itself. Blocked signals would keep torch
-from ending a worker by SIGTERM, so a thread of the worker takes them: it ends the process where the main process, or
+from ending a worker by SIGTERM, so a thread of the worker takes them: it ends the process when the main process, or
 the parent, has sent SIGTERM, and ignores all others. `end_by_main` starts this daemon thread; it ends with the process.
 """
 
@@ -52,7 +52,7 @@ def blocked_signals() -> Iterator[None]:
 
 
 def end_by_main(ignored: Collection[int]) -> None:
-    """Block the signals ``ignored`` in this worker, and start the thread that takes them; nothing where there are
+    """Block the signals ``ignored`` in this worker, and start the thread that takes them; nothing if there are
     none."""
     if ignored:
         signal.pthread_sigmask(signal.SIG_BLOCK, ignored)

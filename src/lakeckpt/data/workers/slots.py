@@ -79,7 +79,7 @@ class SlotMemory:
         """Return a new slot memory.
 
         It has four times as many addresses as the machine has memory: slots of different sizes do not share them.
-        OSError where not even a gibibyte can be mapped.
+        OSError if not even a gibibyte can be mapped.
         """
         descriptor = os.memfd_create("lakeckpt-slots")
         try:
@@ -180,7 +180,7 @@ class Slots:
     def take(self, size_bytes: int) -> int:
         """Return the offset of a slot of at least ``size_bytes``, which is the caller's to write to.
 
-        MemoryError where the system has no memory for it.
+        MemoryError if the system has no memory for it.
         """
         size = _rounded(size_bytes)
         at = bisect.bisect_left(self._by_size, (size,))
@@ -218,7 +218,7 @@ class Slots:
         if offset + size > self._memory.size_bytes:
             raise MemoryError(f"a slot memory of {self._memory.size_bytes} bytes has no room for {size} more")
         try:
-            # Where there is no memory this says so; writing would end the process with a bus error.
+            # If there is no memory this says so; writing would end the process with a bus error.
             os.posix_fallocate(self._memory.descriptor, offset, size)
         except OSError as error:
             raise MemoryError(f"no shared memory for a micro-batch of {size} bytes: {error}") from error

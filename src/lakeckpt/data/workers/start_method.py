@@ -1,8 +1,8 @@
 """This module chooses how a loader's worker processes are started, and refuses what cannot be started so.
 
 Workers of a table in an object store are started by ``forkserver``: the client of an object store has threads, which a
-forked process does not have. Elsewhere torch's default holds. What is not forked is pickled, so a transform must be
-found again by its name in another process. The module starts no process itself.
+forked process does not have. Otherwise torch's default holds. For a process that is not forked, the transform is
+pickled, so it must be found again by its name there. The module starts no process itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def worker_context(given: Any, storage: Storage) -> Any:
 
 
 def check_picklable(context: Any, functions: dict[str, Callable[..., Any] | None]) -> None:
-    """Raise `ConfigError` where one of ``functions`` (by the name of its argument) cannot reach a worker."""
+    """Raise `ConfigError` if one of ``functions`` (by the name of its argument) cannot reach a worker."""
     method = multiprocessing.get_start_method() if context is None else context.get_start_method()
     if method == "fork":
         return

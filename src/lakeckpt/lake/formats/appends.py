@@ -2,7 +2,7 @@
 
 A table format knows what each of its versions did. Files of consecutive appends are those of the last of these versions
 that the version before the first one does not have. Compactions hold no new row and are skipped. A version that deletes
-rows is refused, or skipped where the caller says so; a version that writes rows again is refused, because its new files
+rows is refused, or skipped if the caller says so; a version that writes rows again is refused, because its new files
 hold rows that were read before.
 
 Plain Parquet files have no versions. Their listing is compared with the marks of all files that the reader knows
@@ -45,8 +45,8 @@ def added_files(
 ) -> Added:
     """Return which files were added to the plain Parquet table at ``source`` since ``since``.
 
-    Raises `TableRewritten` where known files are gone, unless deletes are ignored; `DataFileChanged` where one was
-    written again; `TableError` where the folder of all files is not ``uri`` any more.
+    Raises `TableRewritten` if known files are gone, unless deletes are ignored; `DataFileChanged` if one was
+    written again; `TableError` if the folder of all files is not ``uri`` any more.
     """
     found = find_files(source, storage_options=storage_options, threads=threads, kind="parquet")
     _check_place(found.uri, uri)
@@ -86,7 +86,7 @@ def added_versions(
 ) -> Added:
     """Return which files newer versions of the table at ``place`` have added since ``since``.
 
-    Raises `TableRewritten` for a version that is no append, `TableVersionGone` where a version that is needed is not
+    Raises `TableRewritten` for a version that is no append, `TableVersionGone` if a version that is needed is not
     known any more, and what pinning a version raises.
     """
     place = refreshed(place)

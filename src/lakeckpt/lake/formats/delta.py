@@ -229,7 +229,7 @@ def _stored_below(kind: Any, mode: str) -> tuple[StoredField, ...]:
 
 
 def _committed_ms(storage: Storage, number: int) -> int | None:
-    """Return the time in the first lines of a commit; None where the commit is gone or has none."""
+    """Return the time in the first lines of a commit; None if the commit is gone or has none."""
     try:
         head = storage.read(f"{_LOG}/{number:020}.json", 0, _COMMIT_HEAD_BYTES)
     except ObjectMissing:

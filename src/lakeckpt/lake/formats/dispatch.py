@@ -1,7 +1,7 @@
 """This module opens tables: it finds the format of a table, asks the format what a version consists of, and pins that.
 
 `open_table` lists the files, asks the module of the format (`pin`), reads all footers in parallel, and makes the index.
-Plain Parquet has no format: the listing itself is the version. The library of a format is imported only where a table
+Plain Parquet has no format: the listing itself is the version. The library of a format is imported only if a table
 has that format. No row is decoded. The threads that read footers and listings are joined before `open_table` returns.
 """
 
@@ -45,7 +45,7 @@ def open_table(
 ) -> Table:
     """Open the table at ``source`` and pin the files, the deleted rows and the schema that its version consists of.
 
-    ``source`` is the folder of a Delta, Iceberg or Hudi table, recognised by what lies in it (``format`` decides where
+    ``source`` is the folder of a Delta, Iceberg or Hudi table, recognised by what lies in it (``format`` decides if
     it is several); or plain Parquet: a folder (searched at any depth; ``key=value`` folders become columns), a glob,
     one file, or a list of files. Local, in an object store (``storage_options``: docs/how-to/s3.md), or in any
     ``filesystem`` of fsspec, by a URL of it: that reads plain Parquet and Iceberg tables. For other URLs that fsspec
@@ -59,7 +59,7 @@ def open_table(
     files that are still listed with the same path, size and ETag (or time), nothing is read again.
 
     ``exclude`` are row groups that are not read: ``[(path, ordinal), …]``, as `DataFileDamaged` names them. They are a
-    selection: another ``exclude`` is another index. Where `CheckpointManager.restore` comes to the middle of an epoch
+    selection: another ``exclude`` is another index. If `CheckpointManager.restore` comes to the middle of an epoch
     that was begun with another ``exclude``, the rest of the epoch goes on with this one, and the audit lists the rows.
     A warning names a file that the version does not have; it excludes nothing.
 
@@ -122,7 +122,7 @@ def open_table(
 
 
 def _check_version(version: object, found: Found | None) -> None:
-    """Raise `ConfigError` where ``version`` cannot name a version of the table that was found."""
+    """Raise `ConfigError` if ``version`` cannot name a version of the table that was found."""
     if version is None:
         return
     if isinstance(version, bool) or not isinstance(version, int | str):
@@ -135,7 +135,7 @@ def _check_version(version: object, found: Found | None) -> None:
 
 
 def _row_groups(exclude: object) -> tuple[tuple[str, int], ...]:
-    """Return ``exclude`` as pairs; `ConfigError` where it holds anything else."""
+    """Return ``exclude`` as pairs; `ConfigError` if it holds anything else."""
     pairs = [tuple(one) if isinstance(one, (tuple, list)) else one for one in cast(Sequence[Any], exclude)]
     for one in pairs:
         if not isinstance(one, tuple) or [type(value) for value in one] != [str, int]:

@@ -2,7 +2,7 @@
 
 `cached_summaries` reads and writes one document for each table (``footers/<digest of the table's place>.lkc``): the
 index of the files, and their schemas. A file that is listed with the same path, size and ETag has the footer that it
-had; where a store has no ETags, the modification time decides. All other footers are read, and the document is
+had; if a store has no ETags, the modification time decides. All other footers are read, and the document is
 replaced. So a table that grew costs its new files, and a table that did not grow costs a listing.
 
 A document that is damaged, or of another kind, is ignored. Opening a file compares its footer with the pinned digest
@@ -69,7 +69,7 @@ def cached_summaries(
 
 
 def _cached(cache: Storage, place: str) -> Known:
-    """Return the footers that ``cache`` has at ``place``; none where there is no document that can be read."""
+    """Return the footers that ``cache`` has at ``place``; none if there is no document that can be read."""
     with contextlib.suppress(StorageError, WireError):
         return load_footers(cache.read(place))
     return {}
@@ -88,7 +88,7 @@ def dump_footers(files: Sequence[ObjectInfo], summaries: Sequence[FileSummary]) 
 
 
 def load_footers(data: bytes) -> Known:
-    """Return what `dump_footers` wrote. `WireError` where it is damaged, newer, or something else."""
+    """Return what `dump_footers` wrote. `WireError` if it is damaged, newer, or something else."""
     value = loads(data, kind=KIND, supported=VERSION)
     index, codes = TableIndex.loads(value["index"]), value["schema_codes"].tolist()
     schemas = [pa.ipc.read_schema(pa.py_buffer(one)) for one in value["schemas"]]

@@ -6,7 +6,7 @@ there:
 
 - of each file group, the file that was last written by then, unless the group was replaced by then;
 - of a group whose last write before is archived, the file that the first write afterwards names as its origin, and some
-  file at all where the group was replaced afterwards.
+  file at all if the group was replaced afterwards.
 
 The module reads commits only, through hudi.
 """
@@ -52,7 +52,7 @@ class Commit:
 def read_commits(table: HudiTable) -> list[Commit]:
     """Return the completed instants of the active timeline by the time that they were requested, oldest first.
 
-    ``ValueError`` or ``TypeError`` where one is malformed, and what hudi raises.
+    ``ValueError`` or ``TypeError`` if one is malformed, and what hudi raises.
     """
     timeline = table.get_timeline()
     found = {

@@ -1,6 +1,6 @@
 """This module asks the library of a table's format what a version consists of, and what kinds of versions followed it.
 
-The library is imported where a table has its format, and not before. The module reads no data file.
+The library is imported if a table has its format, and not before. The module reads no data file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def pin(
 ) -> PinnedFiles:
     """Return what a version (None: the newest) of the table at ``place`` consists of: a URI, or a table of pyiceberg's.
 
-    `ConfigError` where the format's library is not installed or has no such version, `TableError` where
+    `ConfigError` if the format's library is not installed or has no such version, `TableError` if
     the table needs what cannot be read exactly.
     """
     pinned: PinnedFiles = _module(kind).pin(place, version=version, storage_options=storage_options, threads=threads)
@@ -47,7 +47,7 @@ def changes(
 ) -> list[Change]:
     """Return the versions of the table at ``place`` that came after version ``since``, oldest first.
 
-    `TableVersionGone` where they are not known any more. Hudi tables have none: their writers write files again as rows
+    `TableVersionGone` if they are not known any more. Hudi tables have none: their writers write files again as rows
     come.
     """
     found: list[Change] = _module(kind).changes(place, since=since, storage_options=storage_options, threads=threads)

@@ -22,8 +22,8 @@ __all__ = ["CatalogTable", "Change", "ChangeKind", "PinnedFile", "PinnedFiles"]
 
 
 ChangeKind = Literal["append", "compact", "delete", "rewrite"]
-"""What a version did to the one before: it added rows (or none); wrote the same rows to other files; removed rows; or
-anything else."""
+"""The change from one version to the next: it added rows (or none); wrote the same rows to other files; removed rows;
+or anything else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class CatalogTable(Protocol):
 class PinnedFile:
     """A data file of a version: ``path`` relative to the root, decoded, as the storage names it.
 
-    ``size_bytes`` and ``rows`` (stored ones) are as the format's metadata has them, None where it has not; both are
+    ``size_bytes`` and ``rows`` (stored ones) are as the format's metadata has them, None if it has not; both are
     compared with what is there. ``partition``: the value of each partition column that this file does not store itself,
     by the table's name for the column. ``deleted``: the stored rows that do not exist, counted from the start of the
     file (int64, any order).
@@ -73,7 +73,7 @@ class PinnedFiles:
 
     ``partition_columns``: the columns that some file has as a constant, in the order of ``schema``. ``root``: the URI
     that paths are relative to, None for the place that was opened; files must lie below it.
-    ``storage_options`` replace the caller's, where its catalog knows how to open the root; they hold secrets.
+    ``storage_options`` replace the caller's, if its catalog knows how to open the root; they hold secrets.
     ``constants_where_absent``: a file that has a partition column of its own is read by that, whatever `PinnedFile`
     has for it; else the value of `PinnedFile` holds.
     """

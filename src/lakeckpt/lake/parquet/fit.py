@@ -42,7 +42,7 @@ class FileFit:
     def column(self, field: pa.Field, found: Mapping[str, pa.ChunkedArray], rows: int) -> pa.ChunkedArray | pa.Array:
         """Return the column ``field`` of the table, made of the columns ``found`` by the file's names.
 
-        Raises ``pyarrow.ArrowException`` or ``ValueError`` where values do not fit the type.
+        Raises ``pyarrow.ArrowException`` or ``ValueError`` if values do not fit the type.
         """
         plan = self.plans[field.name]
         if plan.index is None:

@@ -1,6 +1,6 @@
 """This module reads the footers of Parquet files.
 
-It reads the tail of each file once (64 KiB; a second time only where the footer is larger) and parses it alone. It
+It reads the tail of each file once (64 KiB; a second time only if the footer is larger) and parses it alone. It
 refuses, as `DataFileDamaged` with the file's name, a file that is empty, cut, encrypted or not Parquet. `summarize`
 keeps only what a table's index needs. The module never asks pyarrow about a column chunk, because pyarrow ends the
 process for some column chunks of a footer that was damaged before it was pinned.
@@ -67,8 +67,8 @@ class FileSummary:
 def read_footer(storage: Storage, path: str, size_bytes: int, etag: str | None = None) -> Footer:
     """Read and parse the footer of a file whose listed size is ``size_bytes``.
 
-    Raises `DataFileDamaged`, `StorageError`, `SchemaError` where pyarrow cannot read the types, `ObjectMissing` where
-    there is no such file, and `ObjectChanged` where its ETag is not ``etag``, which a listing gave.
+    Raises `DataFileDamaged`, `StorageError`, `SchemaError` if pyarrow cannot read the types, `ObjectMissing` if
+    there is no such file, and `ObjectChanged` if its ETag is not ``etag``, which a listing gave.
     """
     if size_bytes < 12:
         _check_head(storage, path, size_bytes, etag)
@@ -115,7 +115,7 @@ def _check_head(storage: Storage, path: str, size_bytes: int, etag: str | None) 
 def summarize(storage: Storage, path: str, size_bytes: int, etag: str | None = None) -> FileSummary:
     """Read a footer, check that its numbers agree, and return what an index needs.
 
-    Raises as `read_footer`, and `DataFileDamaged` where the file is gone or was written again since it was listed.
+    Raises as `read_footer`, and `DataFileDamaged` if the file is gone or was written again since it was listed.
     """
     try:
         footer = read_footer(storage, path, size_bytes, etag)

@@ -68,12 +68,12 @@ class _Expected:
     size_bytes: int = 0
     """The size of this read."""
     is_settled: bool = False
-    """True where no more work is done ahead: the read was begun or fetched, is too large to hold ahead, or failed."""
+    """True if no more work is done ahead: the read was begun or fetched, is too large to hold ahead, or failed."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class _State:
-    """What is open and expected until `Prefetcher.close`."""
+    """The files that are open, and the reads that are expected, until `Prefetcher.close`."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     files: OrderedDict[int, Future[OpenedFile]] = field(default_factory=OrderedDict)
@@ -135,7 +135,7 @@ class Prefetcher:
 
     @property
     def has_room(self) -> bool:
-        """True where more row groups would be fetched ahead now."""
+        """True if more row groups would be fetched ahead now."""
         waiting = [one for one in list(self._state.expected.values()) if one.size_bytes or not one.is_settled]
         return self._ahead.held < self._ahead.limit and len(waiting) < MOST_AHEAD
 
@@ -250,7 +250,7 @@ class Prefetcher:
 
 
 def _result(state: _State, ordinal: int, file: Future[OpenedFile]) -> OpenedFile:
-    """Wait until a file is open. Where opening fails, the next user tries again."""
+    """Wait until a file is open. If opening fails, the next user tries again."""
     try:
         return file.result()
     except BaseException:

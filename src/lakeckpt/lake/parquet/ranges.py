@@ -186,7 +186,7 @@ def _fill(part: pa.Buffer, at: int, read: Callable[[int, int], bytes], start: in
 def read_pinned(storage: Storage, uri: str, file: ObjectInfo, start: int, stop: int) -> bytes:
     """Return bytes [start, stop) of a pinned ``file`` of the table at ``uri``, which has them all.
 
-    Raises `TableVersionGone` where there is no such file, and `DataFileChanged` where it is another.
+    Raises `TableVersionGone` if there is no such file, and `DataFileChanged` if it is another.
     """
     try:
         data = storage.read(file.path, start, stop, etag=file.etag)
@@ -221,7 +221,7 @@ os.register_at_fork(after_in_child=_threads.renew)
 
 
 def unless_ending(pool: ThreadPoolExecutor, work: Callable[..., T], *arguments: Any) -> T:
-    """Do ``work`` in a thread of ``pool``; RuntimeError, untried, where the interpreter is ending or the pool closed.
+    """Do ``work`` in a thread of ``pool``; RuntimeError, untried, if the interpreter is ending or the pool closed.
 
     A pool finishes what it was given before the interpreter ends, but takes nothing new. So this gives it something.
     """

@@ -3,9 +3,9 @@
 1. `RowGroupReader.plan` finds the column chunks of the wanted columns in the footer and the few ranges of the file that
    hold them. It refuses a row group whose columns exceed the limit on uncompressed bytes.
 2. `RowGroupReader.decode` lets pyarrow decode the bytes from a file that holds the ranges: a mapped local file, or what
-   was fetched from a store. pyarrow compares every page with its checksum, where the page has one.
+   was fetched from a store. pyarrow compares every page with its checksum, if the page has one.
 
-Where decoding fails, the columns are decoded one after the other to find the damaged column. The module trusts the
+If decoding fails, the columns are decoded one after the other to find the damaged column. The module trusts the
 sizes in a footer, but a dictionary of long texts may decode to more bytes than the footer states.
 
 Legacy 96-bit timestamps count days and nanoseconds. pyarrow turns them into nanoseconds since 1970 without an overflow
@@ -95,7 +95,7 @@ class RowGroupReader:
     ) -> dict[str, pa.ChunkedArray]:
         """Return the columns that were planned, by name, of a row group that has ``rows`` rows, read from ``source``.
 
-        Raises `DataFileDamaged` with the row group and, where it is known, the column; `SchemaError` where
+        Raises `DataFileDamaged` with the row group and, if it is known, the column; `SchemaError` if
         timestamps do not fit; ``MemoryError``.
         """
         if not plan.columns:

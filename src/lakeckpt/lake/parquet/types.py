@@ -102,7 +102,7 @@ def _widened(kind: pa.DataType) -> pa.DataType:
 
 
 def canonical(array: pa.Array) -> pa.Array:
-    """Return ``array`` in its canonical form: no copy where it already is, else a copy (of the rows it shows)."""
+    """Return ``array`` in its canonical form: no copy if it already is, else a copy (of the rows it shows)."""
     if array.type.id in _CANONICAL:
         return array
     while isinstance(array, pa.ExtensionArray):
@@ -121,7 +121,7 @@ def _looked_up(values: pa.Array, indices: pa.Array) -> pa.Array:
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Return ``array`` in its `plain_type`, without a copy where it already has this type."""
+    """Return ``array`` in its `plain_type`, without a copy if it already has this type."""
     array = canonical(array)
     kind = plain_type(array.type)
     if kind == array.type:
@@ -136,10 +136,10 @@ def plain(array: pa.Array) -> pa.Array:
 
 
 def resized(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Return ``array`` as ``kind``, level by level where lists differ in the width of their offsets.
+    """Return ``array`` as ``kind``, level by level if lists differ in the width of their offsets.
 
     Arrow's cast of such lists goes through a view of their elements, and refuses fixed-size lists that are null over
-    elements which are not nullable: all of them have elements, null or not. `pa.ArrowInvalid` where offsets overflow.
+    elements which are not nullable: all of them have elements, null or not. `pa.ArrowInvalid` if offsets overflow.
     """
     if array.type == kind or not (_has_offsets(kind) and _has_offsets(array.type)):
         return array if array.type == kind else array.cast(kind)

@@ -1,1 +1,14 @@
-"""Where bytes lie: local disks, object stores, file systems of fsspec."""
+"""This package stores bytes on local disks, in object stores, and in file systems of fsspec.
+
+::
+
+    path or URL, storage_options
+                |
+             [open] ---> [local] → [direct]: large files past the page cache
+                |
+                +------> [object_store] → [options]: names of options; [retry]: deadlines; [failures]: our errors
+                |
+                +------> [fsspec]: tables only, never written
+
+    Each of the three is a `Storage` of [base]: list, read, put, put_new, delete.
+"""

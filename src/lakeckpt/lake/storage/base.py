@@ -71,7 +71,7 @@ class Storage(Protocol):
 
     `check_key` defines the keys. Several threads and processes may call all methods at once, and instances can be
     pickled. Buffers stay the caller's: a storage keeps and changes none after a call has returned. Every failure is a
-    `StorageError` (with ``errno`` where the system gave one), never a client library's own class.
+    `StorageError` (with ``errno`` if the system gave one), never a client library's own class.
     """
 
     def list(self, prefix: str = "") -> list[ObjectInfo]:
@@ -83,10 +83,10 @@ class Storage(Protocol):
         ...
 
     def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
-        """Return bytes ``[start, stop)`` of an object, fewer where the object ends before.
+        """Return bytes ``[start, stop)`` of an object, fewer if the object ends before.
 
         All bytes are of one version of the object: with ``etag``, which a listing gave, of this version. Raises
-        `ObjectMissing` where there is no object, and `ObjectChanged` where it is of another version or was replaced
+        `ObjectMissing` if there is no object, and `ObjectChanged` if it is of another version or was replaced
         meanwhile. A store whose listings have no ETags compares nothing.
         """
         ...
@@ -100,10 +100,10 @@ class Storage(Protocol):
         ...
 
     def put_new(self, path: str, data: bytes) -> None:
-        """Write a whole object only where there is none: exactly one of several racing callers returns.
+        """Write a whole object only if there is none: exactly one of several racing callers returns.
 
-        The others get `ObjectExists`. `ConditionalPutUnsupported` is raised where the store cannot promise this. The
-        object is durable when the call returns. Where the answer of the store was lost, the object is read back, and
+        The others get `ObjectExists`. `ConditionalPutUnsupported` is raised if the store cannot promise this. The
+        object is durable when the call returns. If the answer of the store was lost, the object is read back, and
         is ours if its bytes are. So ``data`` must hold something unique to the caller.
         """
         ...
@@ -122,7 +122,7 @@ def is_lasting(error: BaseException) -> bool:
 
 
 def check_range(path: str, start: int, stop: int | None) -> bool:
-    """Return whether the range [start, stop) is not empty. Raises `StorageError` where a bound is negative."""
+    """Return whether the range [start, stop) is not empty. Raises `StorageError` if a bound is negative."""
     if start < 0 or (stop is not None and stop < 0):
         raise StorageError(f"cannot read bytes [{start}, {stop}) of {path!r}: bounds must not be negative")
     return stop is None or start < stop
@@ -131,13 +131,13 @@ def check_range(path: str, start: int, stop: int | None) -> bool:
 def no_conditional_put(name: str, why: str) -> ConditionalPutUnsupported:
     """Return the error for a store that has no conditional puts. ``why`` says how this was found."""
     return ConditionalPutUnsupported(
-        f"{name} cannot put an object only where there is none ({why}), so two writers could both commit: keep the "
+        f"{name} cannot put an object only if there is none ({why}), so two writers could both commit: keep the "
         "run on S3 (or a store that honours If-None-Match), or on a local or shared file system"
     )
 
 
 def check_key(path: str) -> tuple[str, ...]:
-    """Split a key into its parts, or raise `StorageError` where it could mean something outside of the root.
+    """Split a key into its parts, or raise `StorageError` if it could mean something outside of the root.
 
     Refused: absolute paths, empty parts, ``.`` and ``..``, backslashes, NUL, text that is not valid Unicode, and more
     than 4096 bytes.
@@ -242,7 +242,7 @@ def expect_folder(storage: Storage, folder: str) -> None:
 
 
 def delete_all(storage: Storage, paths: Sequence[str]) -> None:
-    """Remove many objects: up to 1,000 with one request where the storage can, else one by one."""
+    """Remove many objects: up to 1,000 with one request if the storage can, else one by one."""
     together = getattr(storage, "delete_all", None)
     if callable(together):
         together(paths)

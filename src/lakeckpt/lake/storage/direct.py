@@ -2,9 +2,9 @@
 
 A write through the page cache copies every byte, and the kernel writes the copy back later or at ``fsync``. That costs
 a core and, for a checkpoint that is not read back soon, memory. `Blocks` writes long runs of bytes from where they lie,
-where their pages are pages of the file, too (`PAGE_BYTES`). It gathers all other bytes in a block of 8 MiB. The file is
+if their pages are pages of the file, too (`PAGE_BYTES`). It gathers all other bytes in a block of 8 MiB. The file is
 switched to direct writes when the first block is full or the first such run comes, so small objects go through the
-cache. Where a file system has no direct writes, or refuses one, all bytes go through the cache.
+cache. If a file system has no direct writes, or refuses one, all bytes go through the cache.
 
 The module decides nothing about durability: its caller syncs the file afterwards. It starts no threads.
 """
@@ -59,7 +59,7 @@ class Blocks:
             rest = rest[os.write(self._descriptor, rest) :]
 
     def _straight(self, data: memoryview) -> tuple[int, int]:
-        """Return which of the next bytes are written from where they lie; an empty range at 0 where none are."""
+        """Return which of the next bytes are written from where they lie; an empty range at 0 if none are."""
         if len(data) < STRAIGHT_BYTES or self._is_direct is False:
             return 0, 0
         start = -np.frombuffer(data, np.uint8).ctypes.data % PAGE_BYTES

@@ -33,7 +33,7 @@ from lakeckpt.lake.storage.base import (
 __all__ = ["FsspecStorage"]
 
 Entry = Mapping[str, Any]
-"""What a filesystem returns about a file or a folder."""
+"""The facts that a filesystem returns about a file or a folder."""
 
 
 class FsspecStorage:
@@ -112,7 +112,7 @@ class FsspecStorage:
         return entry
 
     def _below(self, place: str) -> dict[str, Entry]:
-        """Return the files below ``place`` by name. `FileNotFoundError` where nothing is there."""
+        """Return the files below ``place`` by name. `FileNotFoundError` if nothing is there."""
         filesystem = self._open()
         kind = type(filesystem)
         if isinstance(filesystem, AsyncFileSystem):

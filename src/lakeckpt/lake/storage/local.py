@@ -1,8 +1,8 @@
 """This module stores objects in a folder of a local or shared disk.
 
 An object is written to a temporary file beside its place and synced. `LocalStorage.put` renames the file into place;
-`LocalStorage.put_new` links it there, which fails where a file is. Then the folder is synced. The first time that a
-process writes into a folder, it syncs the folder's entry in the parent as well, also where another process made the
+`LocalStorage.put_new` links it there, which fails if a file is there. Then the folder is synced. The first time that a
+process writes into a folder, it syncs the folder's entry in the parent as well, also if another process made the
 folder: that process may have died before it came to that. A failed ``fsync`` is never repeated, because the kernel may
 have dropped the dirty pages and would report success: the call raises, and another call writes a new file.
 
@@ -90,7 +90,7 @@ class LocalStorage:
     def read_into(self, path: str, start: int, buffer: memoryview) -> int:
         """Read the bytes of an object from ``start`` on into ``buffer``, and return how many there were.
 
-        They are fewer than ``buffer`` holds where the object ends before. Raises as `read`. A `Storage` need not have
+        They are fewer than ``buffer`` holds if the object ends before. Raises as `read`. A `Storage` need not have
         this method.
         """
         check_key(path)
@@ -161,7 +161,7 @@ class LocalStorage:
     # -- places ----------------------------------------------------------------------------------------------------
 
     def _place(self, path: str) -> str:
-        """Return where an object lies. `StorageError` where a folder above it is a link."""
+        """Return where an object lies. `StorageError` if a folder above it is a link."""
         place = os.path.join(self._root, path)
         folder = os.path.dirname(place)
         if folder != self._root and os.path.realpath(folder) != folder:
@@ -256,7 +256,7 @@ class LocalStorage:
     def _make_folder(self, folder: str) -> None:
         """Make a folder durably, with all folders above it up to the root, and above the root those that are missing.
 
-        Where its entry cannot be synced, a folder that was made is removed, so that the next call makes it anew.
+        If its entry cannot be synced, a folder that was made is removed, so that the next call makes it anew.
         """
         if folder in self._durable:
             return
@@ -272,7 +272,7 @@ class LocalStorage:
             if made:
                 with contextlib.suppress(OSError):
                     os.rmdir(folder)
-            if made or not isinstance(error, PermissionError):  # this process makes nothing where it may not look
+            if made or not isinstance(error, PermissionError):  # this process makes nothing if it may not look
                 raise
         if len(self._durable) >= _MOST_DURABLE:
             self._durable.clear()
@@ -293,7 +293,7 @@ class LocalStorage:
         self._was_there = is_there
 
     def _linked(self, place: str, data: bytes) -> bool:
-        """Link a synced file with ``data`` into place; False where an object is there already."""
+        """Link a synced file with ``data`` into place; False if an object is there already."""
         with self._written(place, [data]) as (temporary, _):
             is_new = True
             try:
@@ -368,7 +368,7 @@ def _read_range(descriptor: int, start: int, stop: int) -> bytes:
 
 
 def _remove_unlocked(place: str) -> int:
-    """Remove a temporary file that no living writer holds locked; return 1, or 0 where one does."""
+    """Remove a temporary file that no living writer holds locked; return 1, or 0 if one does."""
     if not stat.S_ISREG(os.lstat(place).st_mode):
         return 0
     descriptor = os.open(place, _READ | os.O_NOFOLLOW)

@@ -3,7 +3,7 @@
 One request moves at most `SPAN_BYTES` to read and `PART_BYTES` to write, so that one timeout fits all. Larger reads are
 requests side by side, all of one ETag (If-Match). Objects up to `SINGLE_PUT_BYTES` are put by one request, larger ones
 by a multipart upload, which becomes an object only by its last request. ``put_new`` is a conditional put, trusted on S3
-only once the store has refused a second one to the same key: some stores ignore the condition. Where the answer was
+only once the store has refused a second one to the same key: some stores ignore the condition. If the answer was
 lost, the object is read back. Many objects are deleted by one request. A writer that dies leaves an upload without an
 object: a lifecycle rule of the bucket removes it. Retries and deadlines are those of `Retrier`; obstore itself retries
 the parts of an upload and nothing else.
@@ -243,7 +243,7 @@ class ObjectStorage:
         ]
 
     def _span(self, path: str, start: int, stop: int, etag: str | None) -> tuple[bytes, int, str | None]:
-        """Return bytes [start, stop) of an object, its size and its ETag; no bytes where it ends before ``start``."""
+        """Return bytes [start, stop) of an object, its size and its ETag; no bytes if it ends before ``start``."""
         what = self._what("read", path)
         options: dict[str, Any] = {"range": (start, stop)}
         if etag is not None:
@@ -276,7 +276,7 @@ class ObjectStorage:
         self._ask(what, "put", key, parts, chunk_size=PART_BYTES, max_concurrency=PARTS_IN_FLIGHT, by="uploads")
 
     def _require_conditional_put(self) -> None:
-        """Make sure, once, that the store refuses to put where an object is."""
+        """Make sure, once, that the store refuses to put if an object is."""
         if self._proved:
             return
         path = temporary_name(secrets.token_hex(8))
@@ -318,7 +318,7 @@ class ObjectStorage:
             raise ConfigError(f"cannot open {self.name}: {shown(error, self._options)} ({advice})") from None
 
     def _in_child(self) -> Storage | None:
-        """Return the storage that a forked process reads with; None where obstore may be used."""
+        """Return the storage that a forked process reads with; None if obstore may be used."""
         if not _Fork.made_this:
             return None
         with _Fork.lock:

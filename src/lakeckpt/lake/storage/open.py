@@ -26,7 +26,7 @@ def open_storage(uri: str | os.PathLike[str], *, storage_options: Mapping[str, A
     """Open the storage at a local path, a ``file://`` URL or a URL of S3, Google's or Azure's store.
 
     ``storage_options`` for S3 may have the names of s3fs, boto3, object_store or pyiceberg (`docs/how-to/s3.md`); local
-    folders take none. Raises `ConfigError` where the URL or an option cannot be used.
+    folders take none. Raises `ConfigError` if the URL or an option cannot be used.
     """
     text = os.fspath(uri)
     if not isinstance(text, str) or not text:

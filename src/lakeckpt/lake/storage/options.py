@@ -72,7 +72,7 @@ class StoreOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | None, *, scheme: str = "s3") -> StoreOptions:
-        """Return the options that ``storage_options`` name. `ConfigError` where two of them contradict each other."""
+        """Return the options that ``storage_options`` name. `ConfigError` if two of them contradict each other."""
         found: dict[str, Any] = {}
         for name, value in _flat(given or {}, is_s3=scheme == "s3"):
             if value is not None and found.setdefault(name, value) != value:
@@ -103,7 +103,7 @@ class StoreOptions:
         return text
 
     def keys(self) -> Credentials:
-        """Return the S3 keys that hold now; {} where the environment has them."""
+        """Return the S3 keys that hold now; {} if the environment has them."""
         if self.provider is None:
             return {name: value for name, value in self.config.items() if name in _KEYS}
         found = dict(self.provider())
@@ -152,7 +152,7 @@ def _of_profile(profile: str) -> tuple[Callable[[], Credentials], str | None]:
 
 
 def _profile_of_environment(found: Mapping[str, Any], provider: object) -> str | None:
-    """Return the profile to use where a user named none: obstore reads no configuration files by itself."""
+    """Return the profile to use if a user named none: obstore reads no configuration files by itself."""
     if provider is not None or "access_key_id" in found or found.get("skip_signature"):
         return None
     if named := os.environ.get("AWS_PROFILE"):
@@ -189,7 +189,7 @@ def _flat(given: Mapping[str, Any], *, is_s3: bool) -> Iterator[tuple[str, Any]]
 
 
 def _add_endpoint(found: dict[str, Any]) -> None:
-    """Complete a bare ``host:port``, and allow plain HTTP where the endpoint begins with http://."""
+    """Complete a bare ``host:port``, and allow plain HTTP if the endpoint begins with http://."""
     environment = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     endpoint = found.get("endpoint") or environment
     if endpoint is None:

@@ -5,7 +5,7 @@ bounds the time of each attempt and retries nothing by itself. The call as a who
 bytes that move, at the slowest rate that is still called progress. Pauses are drawn evenly from zero to a bound that
 doubles ("full jitter"), so that many readers that failed at once do not come back at once.
 
-An attempt raises `Retryable` where another attempt may succeed; all other exceptions end the call. A call that an
+An attempt raises `Retryable` if another attempt may succeed; all other exceptions end the call. A call that an
 attempt outlasts ends with that attempt. A call that follows one whose time ran out gets at most a ninth of the time
 since then, at most the time of one attempt, and at least one attempt: an outage that is known holds up its callers for
 about a tenth of its length, and they come back soon. The module starts no threads; clock, sleep and randomness are

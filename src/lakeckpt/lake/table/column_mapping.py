@@ -110,7 +110,7 @@ def resolve(
 ) -> dict[str, FieldPlan]:
     """Return where a file of the Arrow schema ``file`` (field ids in its fields' metadata) holds each of ``columns``.
 
-    Raises `SchemaError`, naming ``path``, where a column cannot be identified, or must not be null and has no value.
+    Raises `SchemaError`, naming ``path``, if a column cannot be identified, or must not be null and has no value.
     """
     has_ids = any(_field_id(one) is not None for one in _all_fields(file))
     whole = _File(path=path, has_ids=has_ids)

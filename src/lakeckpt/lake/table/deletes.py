@@ -64,7 +64,7 @@ class Deletes:
         return sum(count for _, count, _ in self.packed.values())
 
     def rows(self, file: int) -> Int64Array:
-        """Return the deleted rows of a file, ascending (int64); empty where it has none."""
+        """Return the deleted rows of a file, ascending (int64); empty if it has none."""
         if file not in self.packed:
             return np.zeros(0, np.int64)
         kind, count, data = self.packed[file]
@@ -73,7 +73,7 @@ class Deletes:
         return _ordinals(count, data).astype(np.int64)
 
     def surviving(self, file: int, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
-        """Return which of the file's rows [start, stop) are left: bool, shape (stop - start,); None where all are.
+        """Return which of the file's rows [start, stop) are left: bool, shape (stop - start,); None if all are.
 
         It looks only at these rows, however many the file has: it is asked for every row group of the file.
         """
@@ -92,7 +92,7 @@ class Deletes:
 
 
 def _bits(data: bytes, start: int, stop: int) -> npt.NDArray[np.uint8]:
-    """Bits [start, stop) of a bitmap, fewer where it ends before, as 0 and 1."""
+    """Bits [start, stop) of a bitmap, fewer if it ends before, as 0 and 1."""
     octets = np.frombuffer(data, np.uint8)[start // 8 : -(-stop // 8)]
     return np.unpackbits(octets, bitorder="little")[start % 8 :][: stop - start]
 

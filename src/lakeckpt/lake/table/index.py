@@ -215,7 +215,7 @@ class TableIndex:
 
     @classmethod
     def loads(cls, data: bytes) -> TableIndex:
-        """Read what `dumps` wrote. `WireError` where it is damaged, newer, or not an index; nothing else."""
+        """Read what `dumps` wrote. `WireError` if it is damaged, newer, or not an index; nothing else."""
         value = loads(data, kind=KIND, supported=VERSION)
         try:
             index, digest = cls._of_document(value), value["digest"]
@@ -314,7 +314,7 @@ def _read_only(array: Int64Array) -> Int64Array:
 
 
 def _narrow(array: Int64Array) -> np.ndarray[Any, Any]:
-    """Return the same numbers in four bytes each where they fit."""
+    """Return the same numbers in four bytes each if they fit."""
     return array.astype("<u4") if not len(array) or int(array.max()) < 2**32 else array.astype("<i8")
 
 

@@ -25,7 +25,7 @@ from lakeckpt.lake.table.partitions import PartitionColumn, Value, coded
 from lakeckpt.lake.table.schema import is_agreed
 from lakeckpt.lake.table.version import TableVersion
 
-__all__ = ["Added", "Part", "joined", "known_marks", "mark_of", "marks_of"]
+__all__ = ["Added", "SomeFiles", "joined", "known_marks", "mark_of", "marks_of"]
 
 Int64Array = npt.NDArray[np.int64]
 _PATH_BYTES = MARK_BYTES - 4
@@ -50,7 +50,7 @@ def known_marks(index: TableIndex) -> set[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Added:
-    """What newer versions of a table have added to a known one."""
+    """The files that newer versions of a table have added to a known one."""
 
     indexes: tuple[TableIndex, ...]
     """The added files, by the versions that added them, oldest first; empty: nothing was added."""
@@ -59,7 +59,7 @@ class Added:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SomeFiles:
     """Files of one index, all of them or some."""
 
     index: TableIndex
@@ -83,7 +83,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    part: Part
+    part: SomeFiles
     ordinal: int
 
     @property
@@ -103,12 +103,12 @@ class _File:
 
 
 def joined(
-    parts: Sequence[Part], *, version: TableVersion, known: set[bytes], needed: Collection[str] | None
+    parts: Sequence[SomeFiles], *, version: TableVersion, known: set[bytes], needed: Collection[str] | None
 ) -> TableIndex:
     """Return one index of the files of ``parts``, at least one, which have no file in common.
 
     ``known`` are the marks to keep (`TableIndex.known`). The schema has the columns of the first part. `SchemaError`
-    where a later part lacks one of them that is ``needed`` (None: all are), or has it in a wider or another type.
+    if a later part lacks one of them that is ``needed`` (None: all are), or has it in a wider or another type.
     """
     schema = _schema(parts, needed)
     files = sorted(
@@ -144,12 +144,12 @@ def _partition(name: str, schema: pa.Schema, files: Sequence[_File]) -> Partitio
     return coded(name, schema.field(name).type, [value for value, _ in values], [stored for _, stored in values])
 
 
-def _columns(parts: Sequence[Part], schema: pa.Schema) -> ColumnMapping:
+def _columns(parts: Sequence[SomeFiles], schema: pa.Schema) -> ColumnMapping:
     newest = parts[-1].index.columns.fields
     return ColumnMapping(fields={name: stored for name, stored in newest.items() if name in schema.names})
 
 
-def _schema(parts: Sequence[Part], needed: Collection[str] | None) -> pa.Schema:
+def _schema(parts: Sequence[SomeFiles], needed: Collection[str] | None) -> pa.Schema:
     """Return the columns of the first part that all parts have; one is nullable if it is nullable in any part."""
     found = []
     for column in parts[0].index.schema:

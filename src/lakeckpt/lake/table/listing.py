@@ -57,7 +57,7 @@ _INNER = re.compile(r"/(?:_delta_log|\.hoodie)/.|/metadata/(?:v\d+|\d{5,}-[\w-]+
 class Found:
     """A storage, a name for it without credentials, and the table's files in it, sorted by path.
 
-    Where ``format`` is not plain Parquet, these are all objects below ``place``, the root with whatever it was given.
+    If ``format`` is not plain Parquet, these are all objects below ``place``, the root with whatever it was given.
     """
 
     storage: Storage
@@ -72,7 +72,7 @@ def find_files(
 ) -> Found:
     """Find the files of a table, or raise `TableNotFound` or `ConfigError` that names what was looked for.
 
-    ``kind``: the format that it must have, where the caller knows.
+    ``kind``: the format that it must have, if the caller knows.
     """
     if isinstance(source, str | os.PathLike):
         text = _text(source)
@@ -294,7 +294,7 @@ def _format_of(uri: str, infos: Sequence[ObjectInfo], kind: TableFormat | None) 
 
 
 def _refuse_part_of_table(text: str, storage_options: Mapping[str, Any] | None) -> None:
-    """Raise `ConfigError` where a folder ``key=value`` is part of a Delta, Hudi or Iceberg table."""
+    """Raise `ConfigError` if a folder ``key=value`` is part of a Delta, Hudi or Iceberg table."""
     root = text
     while is_partition_folder(root.rpartition("/")[2]):
         root = root.rpartition("/")[0]

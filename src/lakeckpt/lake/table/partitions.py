@@ -3,7 +3,7 @@
 A table format gives the values in the type of the column. `PartitionColumn` keeps each value once, with a code for each
 file. For plain Parquet, `partition_columns` reads the values from the paths: folders named ``key=value``,
 percent-decoded, as Hive writes them (``year=2024/month=7/part-0.parquet``). ``__HIVE_DEFAULT_PARTITION__`` is null, and
-so is a key that the path of a file does not have. A column is int64 where all of its values are integers, else string.
+so is a key that the path of a file does not have. A column is int64 if all of its values are integers, else string.
 Only the path below the root of the table counts.
 """
 
@@ -36,7 +36,7 @@ STORED = -1
 class PartitionColumn:
     """A column whose value is one per file: file ``i`` has ``values[codes[i]]``, all of ``type``; see `value_of`.
 
-    ``codes`` is int32[files]; `STORED` where the file has the column like any other. ``values`` are distinct, each as
+    ``codes`` is int32[files]; `STORED` if the file has the column like any other. ``values`` are distinct, each as
     ``pyarrow.scalar(value, type)`` takes it.
     """
 
@@ -56,7 +56,7 @@ class PartitionColumn:
         return int(self.codes[file]) == STORED
 
     def value_of(self, file: int) -> Value:
-        """Return the value of all rows of a file; ``ValueError`` where the file stores the column itself."""
+        """Return the value of all rows of a file; ``ValueError`` if the file stores the column itself."""
         code = int(self.codes[file])
         if code == STORED:
             raise ValueError(f"file {file} stores the column {self.name!r}")
@@ -82,7 +82,7 @@ def is_partition_folder(name: str) -> bool:
 def partition_columns(paths: Sequence[str]) -> tuple[PartitionColumn, ...]:
     """The partition columns of files at these paths (relative to the table's root), in the order they first appear.
 
-    `SchemaError` where one path has a key twice.
+    `SchemaError` if one path has a key twice.
     """
     found = [_of_path(path) for path in paths]
     names = list(dict.fromkeys(name for pairs in found for name in pairs))

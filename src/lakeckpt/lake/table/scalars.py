@@ -21,7 +21,7 @@ Plain = bool | int | str | bytes | None
 
 
 def arrow_scalar(value: Value, kind: pa.DataType) -> pa.Scalar:
-    """Return the value as an Arrow scalar; an Arrow error, ``TypeError`` or ``ValueError`` where it does not fit."""
+    """Return the value as an Arrow scalar; an Arrow error, ``TypeError`` or ``ValueError`` if it does not fit."""
     if isinstance(value, Decimal) and pa.types.is_decimal(kind):
         with localcontext() as context:
             context.prec = 100
@@ -30,7 +30,7 @@ def arrow_scalar(value: Value, kind: pa.DataType) -> pa.Scalar:
 
 
 def to_plain(value: Value, kind: pa.DataType) -> Plain:
-    """Return the value of type ``kind`` in a form that the wire can carry; ``TypeError`` where it has none."""
+    """Return the value of type ``kind`` in a form that the wire can carry; ``TypeError`` if it has none."""
     if value is None or pa.types.is_null(kind):
         return None
     if pa.types.is_boolean(kind):

@@ -23,7 +23,7 @@ _DISAGREEMENT = b"lakeckpt.disagreement"
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """A table format's schema in the types of its values, without metadata. `SchemaError` where a name comes twice."""
+    """A table format's schema in the types of its values, without metadata. `SchemaError` if a name comes twice."""
     names = schema.names
     twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if twice:

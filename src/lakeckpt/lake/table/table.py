@@ -45,11 +45,11 @@ class Table:
     storage: Storage
     index: TableIndex
     reopen: Callable[[], Table] | None = field(default=None, repr=False)
-    """Opens the newest version; None where a version was named, and in other processes."""
+    """Opens the newest version; None if a version was named, and in other processes."""
     added: Callable[[TableIndex, bool], Added] | None = field(default=None, repr=False)
-    """Finds what was added since the version of an index (`lakeckpt.lake.formats.appends`); the flag says whether
-    deletes are ignored. None as for ``reopen``, of
-    Hudi tables, and where a metadata file of Iceberg was opened."""
+    """``added(index, ignore_deletes)`` finds the files that were added since the version of ``index``
+    (`lakeckpt.lake.formats.appends`). None under the conditions of ``reopen``, for Hudi tables, and if a metadata file
+    of Iceberg was opened."""
     named: bool = False
     """True if a version was named when the table was opened."""
     exclude: tuple[tuple[str, int], ...] = ()
@@ -114,7 +114,7 @@ class Table:
     def verify(self, *, threads: int = 16) -> None:
         """Compare the pinned listing with the storage as it is now.
 
-        `DataFileChanged` lists the files that differ; where any is gone, it is a `TableVersionGone`. Sizes and ETags
+        `DataFileChanged` lists the files that differ; if any is gone, it is a `TableVersionGone`. Sizes and ETags
         decide; a file of the same size that has no ETag and another modification time has its footer
         read again. Files that were added since are no part of the pinned table, and no difference.
         """

@@ -47,7 +47,7 @@ __all__ = ["Nulls", "check_convertible", "convert", "convert_parts"]
 
 Array: TypeAlias = npt.NDArray[Any]
 Nulls: TypeAlias = Literal["error", "mask"]
-"""What to do with nulls: raise, or say where they are in a mask beside the column."""
+"""The policy for nulls: raise, or say where they are in a mask beside the column."""
 
 _DTYPES: dict[int, np.dtype[Any]] = {
     kind.id: np.dtype(dtype)
@@ -72,7 +72,7 @@ _BITS, _OCTETS, _NULL = pa.bool_().id, pa.binary(1).id, pa.null().id
 def convert(table: pa.Table, *, nulls: Nulls = "error") -> Namespace[Array]:
     """Return the columns of ``table``, and in the mode "mask" their masks, by name and in the table's order.
 
-    The arrays are the caller's to write to, and share memory with ``table``. Raises `NullValueError` where there are
+    The arrays are the caller's to write to, and share memory with ``table``. Raises `NullValueError` if there are
     nulls and ``nulls`` is "error" (or the schema declares that there are none), `SchemaError` for a type that has no
     column form or for names that clash with those of masks.
     """
@@ -154,7 +154,7 @@ def _unsupported(path: str, kind: pa.DataType) -> SchemaError:
 def _nulls_of(array: pa.Array, path: str, *, nullable: bool, nulls: Nulls) -> Array | None:
     """Return where ``array`` is null (a new array), or None if it has no nulls.
 
-    Raises `NullValueError` where ``nulls`` is "error", or the schema declares that there are no nulls.
+    Raises `NullValueError` if ``nulls`` is "error", or the schema declares that there are no nulls.
     """
     count = array.null_count
     if count == 0:

@@ -1,6 +1,6 @@
 """This module joins chunked Arrow arrays and shows Arrow buffers to numpy.
 
-*Joined*: a chunked array becomes one array, with 64-bit offsets where 32 bits would overflow. *Viewed*: an Arrow buffer
+*Joined*: a chunked array becomes one array, with 64-bit offsets if 32 bits would overflow. *Viewed*: an Arrow buffer
 becomes a numpy array over the same memory, which keeps the buffer alive.
 
 Views are writable although Arrow means its buffers to be constant, so the caller must be the only user of the rows. The
@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 MAX_NARROW_BYTES = 2**31 - 1
-"""What 32-bit offsets can address."""
+"""The most bytes that 32-bit offsets can address."""
 
 
 def join(column: pa.ChunkedArray) -> pa.Array:
-    """Return the rows of ``column`` as one array: no copy where it has one chunk, else one copy.
+    """Return the rows of ``column`` as one array: no copy if it has one chunk, else one copy.
 
     Joined rows are in the `plain` type of ``column`` (a pyarrow before 25 cannot measure views), or in its `wide_type`
-    where the bytes would not fit 32-bit offsets.
+    if the bytes would not fit 32-bit offsets.
     """
     if column.num_chunks == 1:
         return column.chunk(0)
@@ -58,7 +58,7 @@ def narrowed(array: pa.Array, kind: pa.DataType) -> pa.ChunkedArray:
 
 
 class _Exposed:
-    """What numpy needs to know to look at a buffer's memory; it holds the buffer."""
+    """The interface by which numpy looks at a buffer's memory; it holds the buffer."""
 
     __slots__ = ("__array_interface__", "buffer")
 
@@ -76,7 +76,7 @@ def view(buffer: pa.Buffer | None, dtype: npt.DTypeLike, start: int, stop: int) 
     """Return elements [start, stop) of ``buffer`` seen as ``dtype``: a writable array over the same memory, shape (n,).
 
     The array keeps the buffer alive. Writing to it writes to the Arrow array: only for rows that nobody else will read.
-    Raises `DataFileDamaged` where the elements lie outside of the buffer: no array ever shows other memory.
+    Raises `DataFileDamaged` if the elements lie outside of the buffer: no array ever shows other memory.
     """
     dtype = np.dtype(dtype)
     if start == stop:

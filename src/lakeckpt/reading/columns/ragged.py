@@ -2,7 +2,7 @@
 
 Columns live in a *namespace*, a dict from name to column. A fixed-width column is one array of shape (rows, …); a
 struct is a dict, a namespace of its own; anything of varying length is a `Ragged`: the rows' contents one after
-another, and int64 offsets of where each row begins. Where nulls are asked for as masks, the mask of column ``x`` stands
+another, and int64 offsets of where each row begins. If nulls are asked for as masks, the mask of column ``x`` stands
 beside it under the name ``x.is_null`` (bool, shape (rows,)); the masks of the elements of a 2-D column under
 ``x.values.is_null``; those of a `Ragged` in its ``masks``, named as if its values were a column called ``values``.
 
@@ -59,9 +59,9 @@ class Ragged(Generic[A]):
     offsets: A
     """int64, shape (rows + 1,); it begins with 0 and never falls."""
     kind: Literal["list", "str", "bytes"] = "list"
-    """What a row is: a list, UTF-8 text, or bytes."""
+    """The kind of a row: a list, UTF-8 text, or bytes."""
     masks: Mapping[str, A] = field(default_factory=dict)
-    """The masks of ``values`` by name (``values.is_null``): bool, one per element. Empty where nulls are errors."""
+    """The masks of ``values`` by name (``values.is_null``): bool, one per element. Empty if nulls are errors."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("list", "str", "bytes"):
@@ -121,11 +121,11 @@ class Ragged(Generic[A]):
         )
 
     def pin_memory(self) -> Ragged[A]:
-        """Return the same column in pinned memory, where its arrays are tensors: torch's pinning asks for this."""
+        """Return the same column in pinned memory, if its arrays are tensors: torch's pinning asks for this."""
         return self.map_arrays(lambda array: cast("Any", array).pin_memory() if hasattr(array, "pin_memory") else array)
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Ragged[A]:
-        """Return the same column on ``device``, where its arrays are tensors: what moves batches asks for this."""
+        """Return the same column on ``device``, if its arrays are tensors: what moves batches asks for this."""
         return self.map_arrays(
             lambda array: cast("Any", array).to(device, non_blocking=non_blocking) if hasattr(array, "to") else array
         )
@@ -139,7 +139,7 @@ class Ragged(Generic[A]):
     def to_padded(self, value: Any) -> A:
         """Return one array of shape (rows, longest row, …), in which ``value`` stands behind the end of each row.
 
-        Array, dtype and device are those of ``values``. `TypeError` where the elements are themselves ragged or
+        Array, dtype and device are those of ``values``. `TypeError` if the elements are themselves ragged or
         structs.
 
         >>> Ragged(values=np.array([1, 2, 3]), offsets=np.array([0, 1, 3])).to_padded(-1).tolist()
@@ -209,7 +209,7 @@ def map_namespace(columns: Mapping[str, Column[A]], function: Callable[[A], B]) 
 
 
 def to_pylist(columns: Mapping[str, Column[A]], name: str) -> list[Any]:
-    """Return column ``name`` as a list of Python values, None where its masks say null: for looking at data.
+    """Return column ``name`` as a list of Python values, None if its masks say null: for looking at data.
 
     Structs become dicts (without the entries of masks), text becomes str, numbers are raw (a timestamp is an integer).
     """

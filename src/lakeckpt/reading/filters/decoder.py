@@ -41,7 +41,7 @@ class FilteredDecoder(RowGroupDecoder):
     def decode(self, group: int, start: int, stop: int) -> pa.Table:
         """Return rows [start, stop) of those of row group ``group`` that the filter keeps.
 
-        Raises as `RowGroupDecoder.decode`, and `DataFileChanged` where the filter keeps other rows than were counted.
+        Raises as `RowGroupDecoder.decode`, and `DataFileChanged` if the filter keeps other rows than were counted.
         """
         existing = int(self.table.index.group_rows[group])
         counted = int(self._counts.group_rows[group])
@@ -64,7 +64,7 @@ class FilteredDecoder(RowGroupDecoder):
         return bool(self._counts.group_rows[group]) and super()._is_fetched(group)
 
     def _check(self, group: int, counted: int, mask: pa.ChunkedArray) -> None:
-        """Raise `DataFileChanged` where the rows that stay are not those that were counted."""
+        """Raise `DataFileChanged` if the rows that stay are not those that were counted."""
         found, digest = digested(mask)
         if (found, digest) == (counted, int(self._counts.group_digests[group])):
             return

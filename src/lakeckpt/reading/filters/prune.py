@@ -9,16 +9,16 @@ filter's negation.
 
 pyarrow's own statistics of Parquet fragments are not used: they ignore NaN. For a case of one value (a bound, null)
 pyarrow evaluates the filter; only for the values in between it compares bounds. The two must agree: pyarrow 26 errs
-between bounds where a number is compared with NaN, and where ``isin`` rounds its values to the column's type. In both,
+between bounds if a number is compared with NaN, and if ``isin`` rounds its values to the column's type. In both,
 a wrong answer for the values in between is wrong for a bound as well. So each bound is a case of its own, and there the
 evaluation shows the error.
 
-Bounds are taken from a footer only where their meaning is certain:
+Bounds are taken from a footer only if their meaning is certain:
 
 * none of floating-point numbers (NaN has no place in the order), unsigned numbers and decimals (old writers compared
-  them wrongly), INT96, nested or unknown types; none where pyarrow itself distrusts them, and none that cross;
-* of text and bytes only where the file names its writer: older writers compared bytes as signed numbers;
-* only where the file's type is the table's, or the cast to it keeps the order;
+  them wrongly), INT96, nested or unknown types; none if pyarrow itself distrusts them, and none that cross;
+* of text and bytes only if the file names its writer: older writers compared bytes as signed numbers;
+* only if the file's type is the table's, or the cast to it keeps the order;
 * text whose bounds were cut in the middle of a character has none. Cut bounds are bounds, not values that occur.
 
 The module reads no file and starts no thread.

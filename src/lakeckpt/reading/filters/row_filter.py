@@ -2,8 +2,8 @@
 
 `row_filter` takes a pyarrow expression, or the tuples that ``pyarrow.parquet`` takes. pyarrow itself turns tuples into
 an expression. The result is a `RowFilter`: the columns that the expression reads, a digest of the expression, and
-`RowFilter.mask`, which evaluates it. pyarrow decides which rows stay: a row stays where the expression is true, and is
-dropped where the expression is false or null.
+`RowFilter.mask`, which evaluates it. pyarrow decides which rows stay: a row stays if the expression is true, and is
+dropped if the expression is false or null.
 
 The module never reads a file, and never looks inside an expression.
 """
@@ -27,8 +27,8 @@ from lakeckpt.lake.table.schema import check_agreed, is_agreed
 __all__ = ["Filters", "RowFilter", "row_filter"]
 
 Filters: TypeAlias = pc.Expression | Sequence[tuple[str, str, Any]] | Sequence[Sequence[tuple[str, str, Any]]]
-"""What a user may give: an expression; a list of (column, operator, value), all of which must hold; or a list of such
-lists, one of which must hold."""
+"""The filters that a user may give: an expression; a list of (column, operator, value), all of which must hold; or a
+list of such lists, one of which must hold."""
 
 _PROTOCOL = 5  # the digest covers pickled bytes: the protocol must not follow Python's default
 _SHOWN = 1000
@@ -36,7 +36,7 @@ _SHOWN = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFilter:
-    """A filter over tables of one schema. Two filters are equal where pyarrow serialises them to the same bytes."""
+    """A filter over tables of one schema. Two filters are equal if pyarrow serialises them to the same bytes."""
 
     expression: pc.Expression = field(compare=False, repr=False)
     columns: tuple[str, ...] = field(compare=False)
@@ -50,7 +50,7 @@ class RowFilter:
     def mask(self, table: pa.Table) -> pa.ChunkedArray:
         """Return for each row of ``table`` whether it stays: bool without nulls.
 
-        Raises `SchemaError` where pyarrow cannot evaluate the filter for these values.
+        Raises `SchemaError` if pyarrow cannot evaluate the filter for these values.
         """
         try:
             found = _evaluated(self.expression, table.select(list(self.columns)))
@@ -100,7 +100,7 @@ def _predicates(filters: Any) -> Iterator[Any]:
 
 
 def _check_predicate(name: str, operation: str, value: Any) -> None:
-    """Refuse what pyarrow takes and users do not mean."""
+    """Refuse predicates that pyarrow accepts but that match nothing, such as a comparison with None."""
     given = f"the filter {(name, operation, value)!r:.200}"
     if operation in ("in", "not in"):
         if isinstance(value, str | bytes):
@@ -132,7 +132,7 @@ def _check_binds(expression: pc.Expression, schema: pa.Schema) -> None:
 
 
 def _columns_among(names: Sequence[str], expression: pc.Expression, schema: pa.Schema) -> list[str]:
-    """Return those of ``names`` without which the expression does not bind; halves are searched where any is needed.
+    """Return those of ``names`` without which the expression does not bind; halves are searched if any is needed.
 
     pyarrow does not list the columns of an expression, so each answer comes from an attempt to bind it.
     """

@@ -2,7 +2,7 @@
 
 A `RowSelection` holds, for each row group of a pinned table, how many rows stay and a digest of which rows stay. Rows
 that the pinned version deletes do not exist here. The digest of the selection covers both arrays: two filters that keep
-the same rows are one selection, and a filter that keeps other rows is another one even where the counts agree. Only
+the same rows are one selection, and a filter that keeps other rows is another one even if the counts agree. Only
 rows that stay have positions.
 
 A selection may instead count the tokens of packed documents (`lakeckpt.reading.packed`): ``unit`` tokens make a
@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["EVERY", "NONE", "Counting", "RowSelection", "digested"]
+__all__ = ["EVERY", "NONE", "CountingRule", "RowSelection", "digested"]
 
 Int64Array = npt.NDArray[np.int64]
 Uint64Array = npt.NDArray[np.uint64]
@@ -51,7 +51,7 @@ def digested(mask: pa.ChunkedArray) -> tuple[int, int]:
     return kept, int.from_bytes(blake2b(packed.tobytes(), digest_size=8).digest(), "little")
 
 
-class Counting(Protocol):
+class CountingRule(Protocol):
     """A rule that rows are counted by: a filter, or a packing."""
 
     @property
@@ -100,12 +100,12 @@ class RowSelection:
         """The positions of an epoch: all rows that stay, or the packed sequences."""
         return -(-int(self.group_rows.sum()) // self.unit)
 
-    def was_counted_by(self, keep: Counting) -> bool:
+    def was_counted_by(self, keep: CountingRule) -> bool:
         """Say whether the very expression of ``keep`` was counted, by the release of pyarrow that runs now."""
         return (self.expression, self.pyarrow) == (keep.digest, pa.__version__)
 
     def check(self, *, table: str, existing: Int64Array) -> None:
-        """Raise ``ValueError`` where this is no selection of the table whose row groups have ``existing`` rows."""
+        """Raise ``ValueError`` if this is no selection of the table whose row groups have ``existing`` rows."""
         if self.table != table:
             raise ValueError(f"a selection of the table {self.table[:12]} was given for the table {table[:12]}")
         if len(self.group_rows) != len(existing) or (self.unit == 1 and bool((self.group_rows > existing).any())):
@@ -124,7 +124,7 @@ class RowSelection:
 
     @classmethod
     def loads(cls, data: bytes) -> RowSelection:
-        """Read what `dumps` wrote. Raises `WireError` where it is damaged, newer, or no selection; nothing else."""
+        """Read what `dumps` wrote. Raises `WireError` if it is damaged, newer, or no selection; nothing else."""
         value = loads(data, kind=KIND, supported=VERSION)
         try:
             found = cls(**{one.name: value[one.name] for one in fields(cls) if one.init})

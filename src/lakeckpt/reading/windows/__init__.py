@@ -1,1 +1,13 @@
-"""This package decodes windows: row groups in the order of an epoch."""
+"""This package decodes windows: row groups in the order of an epoch.
+
+::
+
+    positions, announced and taken → [positions] → views of decoded windows, in the order asked for
+                                         |  ^
+                                         v  |
+                                      [cache]: which windows are in memory; [room] says how many may be
+                                         |
+                  in [threads]:       [window]: fragments → columns → gathered in the order of positions
+                                         |
+                                      [decode]: one row group → Arrow table, in the types of the table
+"""

@@ -34,7 +34,7 @@ def rows_deleted_by_value(
 ) -> dict[str, Int64Array]:
     """Return the rows that equality deletes name (int64, ascending), by location of the data file; no rows: no entry.
 
-    `TableError` where columns are compared that cannot be, `DataFileDamaged` names a file that cannot be
+    `TableError` if columns are compared that cannot be, `DataFileDamaged` names a file that cannot be
     read.
     """
     affected = [one for one in planned if one.equalities]

@@ -55,7 +55,7 @@ def plain_location(location: str) -> str:
 def storage_options_of(properties: Mapping[str, Any], location: str) -> dict[str, Any] | None:
     """The options with which our storage reads ``location``, from a catalog's FileIO properties; None: the defaults.
 
-    `ConfigError` where the properties ask for what only pyiceberg's own clients do: then pass ``storage_options``.
+    `ConfigError` if the properties ask for what only pyiceberg's own clients do: then pass ``storage_options``.
     """
     found: dict[str, Any] = {}
     for prefix in _PREFIXES.get(split_uri(plain_location(location))[0], ()):

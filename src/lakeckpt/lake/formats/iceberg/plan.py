@@ -4,13 +4,13 @@ pyiceberg reads the manifests; what applies to what is decided here, by the form
 because pyiceberg's own plan leaves out what deletion vectors need: the data file that one is for, and where in its
 Puffin file it lies.
 
-- A deletion vector applies to the data file that it names, if it is not older; where one applies, position deletes do
+- A deletion vector applies to the data file that it names, if it is not older; if one applies, position deletes do
   not: it contains them.
 - Position deletes apply to data files of their partition (or to the one that they name) that are not newer.
-- Equality deletes apply to data files of their partition (or to all, where their partitioning has no fields) that are
+- Equality deletes apply to data files of their partition (or to all, if their partitioning has no fields) that are
   older: a file added together with them is not touched.
 
-What cannot be read exactly is refused by name: files that are not Parquet, encrypted files, a file listed twice.
+Refused by name, because they cannot be read exactly: files that are not Parquet, encrypted files, a file listed twice.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def plan_files(
 ) -> list[PlannedFile]:
     """Return the data files of a snapshot with what deletes rows of them, sorted by location.
 
-    Raises `TableError` where a file cannot be read exactly, or manifests contradict each other.
+    Raises `TableError` if a file cannot be read exactly, or manifests contradict each other.
     """
     for manifest in manifests:
         if manifest.key_metadata is not None:
@@ -237,7 +237,7 @@ class _Deletes:
 
 
 def _only_file(entry: Entry) -> str | None:
-    """Return the one data file that all deletes of a file are for, where its manifest names it."""
+    """Return the one data file that all deletes of a file are for, if its manifest names it."""
     named = entry.get("referenced_data_file")
     if named is not None:
         return str(named)

@@ -1,7 +1,7 @@
 """This module turns an Iceberg schema into an Arrow schema, and finds how data files identify each column.
 
 Iceberg finds columns by field id, at every depth: renamed, reordered, added and dropped columns keep their ids. A file
-without ids (written before the table was Iceberg's) is read by the table's name mapping, and refused where there is
+without ids (written before the table was Iceberg's) is read by the table's name mapping, and refused if there is
 none. A column that a file lacks has its initial default, or is null. Texts, bytes and lists are of Arrow's ordinary
 types, UUIDs are their 16 bytes, geometries their WKB.
 """
@@ -40,7 +40,7 @@ _NEVER = ("",)
 
 
 def arrow_schema(schema: Schema) -> pa.Schema:
-    """Return the Arrow schema of an Iceberg schema, without metadata. `TableError` where it has no such type."""
+    """Return the Arrow schema of an Iceberg schema, without metadata. `TableError` if it has no such type."""
     try:
         whole = schema_to_pyarrow(schema, include_field_ids=False)
     except Exception as error:  # of types that it does not know, pyiceberg raises what its visitor meets

@@ -1,9 +1,9 @@
 """This module pins a snapshot of an Iceberg table: its data files, deleted rows and schema.
 
-pyiceberg reads metadata, catalogs, manifests and types. Which deletes apply to which file
-(`lakeckpt.lake.formats.iceberg.plan`) and which rows they name follows the specification of the format. Paths are
-relative to the location of the table where all data files lie in it, else to the deepest folder that holds them all.
-Files in several buckets or stores are refused. The module opens no data file.
+pyiceberg reads metadata, catalogs, manifests and types. The specification of the format decides which deletes apply to
+which file (`lakeckpt.lake.formats.iceberg.plan`), and which rows they name. Paths are relative to the location of the
+table if all data files lie in it, else to the deepest folder that holds them all. Files in several buckets or stores
+are refused. The module opens no data file.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def changes(source: object, *, since: str, storage_options: Mapping[str, Any] | 
         if snapshot is None and (parent is not None or since != _NO_SNAPSHOT):
             raise TableVersionGone(
                 f"snapshot {since} of the Iceberg table {_name(table)!r} is no ancestor of its current one that the "
-                "metadata know: it was expired, or the table was rolled back. What was added since is not known; "
-                "expire fewer snapshots, or begin a new run"
+                "metadata know: it was expired, or the table was rolled back. The files that were added since are not "
+                "known; expire fewer snapshots, or begin a new run"
             )
     return found[::-1]
 
@@ -148,7 +148,7 @@ def _deleted(table: Table, planned: Sequence[PlannedFile], threads: int) -> dict
 
 
 def _root(table: Table, places: Sequence[str]) -> str:
-    """Return the table's location where all files lie in it, else the deepest folder that holds them.
+    """Return the table's location if all files lie in it, else the deepest folder that holds them.
 
     Some writers turn a location that ends with a slash into ``s3://lake/t//data/…``: files of ``s3://lake/t//data``.
     """

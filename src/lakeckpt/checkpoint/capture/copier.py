@@ -1,7 +1,7 @@
 """This module holds the captures that are under way, and the thread of the copier that completes them.
 
-A `Job` holds all that the capture of one cut needs. A `Copier` is a thread that does jobs one after the other. The
-first job starts the thread; `stop` ends and joins it. The training thread waits for a job only where it asks to.
+A `Capture` holds all that the capture of one cut needs. A `Copier` is a thread that does jobs one after the other. The
+first job starts the thread; `stop` ends and joins it. The training thread waits for a job only if it asks to.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from lakeckpt.checkpoint.arena.contents import Documents
+from lakeckpt.checkpoint.arena.contents import GenerationDocuments
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.capture.plan import CapturePlan
 from lakeckpt.checkpoint.capture.samples import Sample, Samples
@@ -21,11 +21,11 @@ from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import SaveFailed, UnannouncedChange
 
-__all__ = ["Copier", "Job"]
+__all__ = ["Capture", "Copier"]
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class Capture:
     """A capture on its way through the copier."""
 
     cut: CutId
@@ -55,13 +55,13 @@ class Job:
 
     def copy(self) -> bytes:
         """Copy the rest of the cut, and return the document of the generation. Raises `UnannouncedChange`, which names
-        a tensor that changed meanwhile, and `SaveFailed` where an exception interrupted a copy."""
+        a tensor that changed meanwhile, and `SaveFailed` if an exception interrupted a copy."""
         if not self.slices.run():
             keys = list(self.plan.late)
             self._refuse([keys[number] for number in sorted(self.slices.changed)])
         self._refuse(sorted(self.samples.changed(self.sample, self.filling.data)))
         trees = {name: document() for name, document in self.trees.items()}
-        return Documents(trees=trees, table=self.plan.table, readers=self.readers).to_bytes()
+        return GenerationDocuments(trees=trees, table=self.plan.table, readers=self.readers).to_bytes()
 
     def _refuse(self, changed: list[str]) -> None:
         if changed:
