@@ -13,10 +13,11 @@ from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import Any, Literal, Self, overload
 
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state, shared_settings
 from lakeckpt.checkpoint.async_save import Background
+from lakeckpt.checkpoint.bubbles.watch import Bubbles
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
@@ -41,9 +42,6 @@ from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.votes import Together
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
-
-if TYPE_CHECKING:
-    from lakeckpt.checkpoint.bubbles.watch import Bubbles
 
 __all__ = ["CheckpointManager"]
 
@@ -129,13 +127,10 @@ class CheckpointManager:
         self._preemption = Preemption(
             save_on, self._exchange, lambda: reporter.saved_step, grace_s=grace_s, requeue=requeue
         )
-        given: dict[str, object] = {
-            "persist_every": str(every),
-            "capture_every": capture_every,
-            "keep": self._settings.keep,
-        }
-        given |= {"fail_after": fail_after_s, "exclusive": exclusive, "save_on": self._preemption.names}
-        self._shared = shared_settings(**given)
+        given = {"keep": self._settings.keep, "fail_after": fail_after_s, "exclusive": exclusive}
+        self._shared = shared_settings(
+            persist_every=str(every), capture_every=capture_every, save_on=self._preemption.names, **given
+        )
         self._schedule = Schedule(every, self._exchange, self._waiter, outage)
         self._tracks: dict[str, ReaderTrack] = {}
         self._step = 0
