@@ -50,7 +50,7 @@ _PUBLIC = {
     "mix": "lakeckpt.data.streams.mix",
     "open_table": "lakeckpt.lake.formats.dispatch",
     "pack": "lakeckpt.data.streams.pack",
-    "prefetch": "lakeckpt.data.prefetch",
+    "prefetch": "lakeckpt.data.device_prefetch",
 }
 
 _MODULES = ("bubbles", "convert", "dcp", "metrics", "testing")
@@ -98,10 +98,10 @@ if TYPE_CHECKING:
     from lakeckpt.core.streams.mixed_batches import MixedReceipt
     from lakeckpt.data.batch import Batch
     from lakeckpt.data.dataset import LakeDataset
+    from lakeckpt.data.device_prefetch import prefetch
     from lakeckpt.data.loader import LakeLoader
     from lakeckpt.data.options import Follow, ReadOptions
     from lakeckpt.data.place.deliveries import ConsumptionWarning, ReadAheadWarning
-    from lakeckpt.data.prefetch import prefetch
     from lakeckpt.data.streams.mix import mix
     from lakeckpt.data.streams.pack import cumulative_lengths, pack
     from lakeckpt.data.transform import TransformContext

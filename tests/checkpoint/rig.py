@@ -28,6 +28,7 @@ from lakeckpt.data.place.progress import Progress
 from lakeckpt.errors import MissingRanksError, ObjectExists, ObjectMissing
 from lakeckpt.lake.storage.base import ObjectInfo, Storage
 from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.obstacles import JobObstacles
 from lakeckpt.tracking.tally import Tally
 from tests.checkpoint.seams import manager_with
 from tests.patience import PATIENCE_S
@@ -160,6 +161,7 @@ class HubExchange(Exchange):
 
     def __init__(self, hub: Hub, rank: int) -> None:
         super().__init__(rank=rank, world_size=hub.world_size)
+        self.obstacles = JobObstacles(self, rank)
         self.hub = hub
         self.fetched: list[str] = []
 
@@ -178,6 +180,11 @@ class HubExchange(Exchange):
         with self.hub.changed:
             self.hub.notes[key] = data
             self.hub.changed.notify_all()
+
+    def publish_once(self, key: str, data: bytes, /) -> None:
+        with self.hub.changed:
+            if key not in self.hub.notes:
+                self.publish(key, data)
 
     def fetch(self, key: str, /) -> bytes:
         self.fetched.append(key)

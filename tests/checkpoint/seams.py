@@ -11,13 +11,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.link import AgentLink
-from lakeckpt.checkpoint.agent.orders import Begin, Bye, Documents, Dropped, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Begin, Bye, Documents, Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.errors import SaveFailed
@@ -25,6 +26,7 @@ from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.obstacles import Obstacle
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 
 __all__ = ["ThreadAgent", "believing", "manager_with"]
@@ -74,7 +76,7 @@ class ThreadAgent:
     """An agent that is a thread of its trainer, and ends with it: an `AgentLink` to nowhere."""
 
     def __init__(self, begin: Begin) -> None:
-        self.rank, self._timeout_s = begin.rank, begin.settings.timeout_s
+        self.begin, self.rank, self._timeout_s = begin, begin.rank, begin.settings.timeout_s
         self._got: deque[Outcome] = deque()
         self._came = threading.Event()
         identity = identity_of(begin.digest, rank=begin.rank, world_size=begin.world_size)
@@ -82,7 +84,7 @@ class ThreadAgent:
         self._persister = Persister(
             _places[begin.uri],
             self._generations,
-            begin.attempt,
+            replace(begin.attempt, pending={}),
             rank=begin.rank,
             world_size=begin.world_size,
             settings=begin.settings,
@@ -99,8 +101,8 @@ class ThreadAgent:
     def keep(self, documents: Documents, /) -> None:
         self._persister.take(documents)
 
-    def drop(self, save: Dropped, /) -> None:
-        self._persister.take(save)
+    def pass_on(self, obstacle: Obstacle, /) -> None:
+        self._persister.take(obstacle)
 
     def report(self, outcome: Outcome) -> None:
         self._got.append(outcome)

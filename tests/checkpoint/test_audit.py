@@ -13,8 +13,8 @@ import pytest
 import lakeckpt
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.ledger.audit import audit, audit_history
+from lakeckpt.checkpoint.ledger.audit_report import AuditReport, Finding
 from lakeckpt.checkpoint.ledger.indexes import orders_of
-from lakeckpt.checkpoint.ledger.report import AuditReport, Finding
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import slot_path

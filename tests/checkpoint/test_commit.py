@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -12,7 +13,7 @@ from lakeckpt.checkpoint.format.parts import PartRecord, SaveId, TreeRecord
 from lakeckpt.checkpoint.format.sharing import part_key
 from lakeckpt.checkpoint.format.units import sum_of, tensor_unit, tree_unit
 from lakeckpt.checkpoint.persist.commit import Collected, Expected, await_commit, collect_parts, verify_objects
-from lakeckpt.checkpoint.persist.failures import publish_failure
+from lakeckpt.checkpoint.persist.failures import publish_failure, refuse_failed
 from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.state.staged import StagedTensor
@@ -52,7 +53,10 @@ def collect(storage: MemoryStorage) -> Collected:
     waiter = EventWaiter(storage)
     waiter.died()
     expected = AGREED["now"]
-    return collect_parts(storage, SAVE, world_size=2, cut=b"c", expected=expected, waiter=waiter, timeout_s=5)
+    obstacles = partial(refuse_failed, storage, SAVE, 0)
+    return collect_parts(
+        storage, SAVE, world_size=2, cut=b"c", expected=expected, waiter=waiter, timeout_s=5, obstacles=obstacles
+    )
 
 
 def test_parts_that_hold_what_was_agreed_on_are_taken() -> None:
@@ -144,8 +148,9 @@ def test_a_note_of_failure_ends_the_wait_at_once_and_keeps_its_kind() -> None:
     with pytest.raises(SaveFailed, match="rank 1 dropped the save: OSError: disk full"):
         collect(storage)
     publish_failure(storage, SAVE, 0, SaveFailed("rank 3 is gone"))
+    obstacles = partial(refuse_failed, storage, SAVE, 1)
     with pytest.raises(SaveFailed, match=r"^rank 3 is gone$"):
-        await_commit(storage, SAVE, 2, waiter=waiter, timeout_s=5)
+        await_commit(storage, SAVE, 2, waiter=waiter, timeout_s=5, obstacles=obstacles)
     assert waiter.time_s == 0
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from lakeckpt import LakeDataset, LakeLoader, Table, mix, open_table, pack
+from lakeckpt import LakeDataset, LakeLoader, Table, open_table
 from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.checkpoint.ledger.audit_report import AuditReport
 from lakeckpt.checkpoint.ledger.explain import explain
-from lakeckpt.checkpoint.ledger.report import AuditReport
 from lakeckpt.cli.main import main
 from lakeckpt.errors import ConfigError, DataFileDamaged, StateMismatch
 from lakeckpt.lake.table.index import TableIndex
@@ -208,57 +208,6 @@ def test_the_audit_notices_a_rest_that_lacks_other_rows_than_were_consumed(lake:
     assert replace  # the run as it is tells
     report = job.audited()
     assert report.verdict == "not proved" and "or others, were taken out" in report.every_doubt[0]
-
-
-def test_a_filter_or_an_endless_stream_in_the_midst_of_an_epoch_is_refused_by_name(lake: Path) -> None:
-    excluded = [("b.parquet", 2)]
-    for options, match in (({"filters": [("id", ">", 3)]}, "on_version_gone"), ({"endless": True}, "begin a new run")):
-        job = Job(lake, **options)
-        job.attempt(steps=4)
-        with pytest.raises(StateMismatch, match=match):
-            job.attempt(excluded)
-    job = Job(lake, filters=[("id", ">", 3)], on_version_gone="next_epoch")
-    job.attempt(steps=4)
-    job.rows = []
-    with pytest.warns(UserWarning, match="skips the rest of its epoch"):
-        job.attempt(excluded)
-    assert sorted(job.rows) == list(range(4, 100))
-
-
-def as_read(table: Table, kind: str) -> LakeDataset:
-    """A dataset of batches of one, over a column of lists."""
-    dataset = LakeDataset(table, batch_size=1, rank=0, world_size=1)
-    if kind == "mixture":
-        return mix({"a": (dataset, 1.0)})
-    if kind == "rows":
-        return LakeDataset(table, batch_size=1, transform=one_row, rows="many", rank=0, world_size=1)
-    return pack(dataset, length=8, column="id", documents="whole" if kind == "whole documents" else "cut")
-
-
-def one_row(row: dict[str, Any]) -> Any:
-    yield {"id": row["id"].sum()}
-
-
-@pytest.mark.parametrize("kind", ["packed", "whole documents", "rows", "mixture"])
-def test_a_run_that_cannot_go_on_without_a_row_group_refuses_and_the_error_has_said_so(
-    kind: str, tmp_path: Path
-) -> None:
-    groups = [pa.table({"id": [[row, row + 1, row + 2]] * 40}) for row in range(12)]
-    write_file(tmp_path / "lake" / "a.parquet", groups, write_page_checksum=True)
-    Damage(open_table(tmp_path / "lake")).hurt("a.parquet", 11)
-    storage = MemoryStorage()
-
-    def attempt(exclude: Pairs) -> None:
-        loader = LakeLoader(as_read(open_table(tmp_path / "lake", exclude=exclude), kind))
-        with manager(storage, {"reader": loader}, persist_every=20) as saver:
-            saver.restore()
-            for batch in loader:
-                saver.step(batch)
-
-    with pytest.raises(DataFileDamaged, match=r"refuses this in mid-epoch: docs/how-to/damaged-files\.md"):
-        attempt([])
-    with pytest.raises(StateMismatch, match="exclude= of the table"):
-        attempt([("a.parquet", 11)])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -12,9 +12,9 @@ import pytest
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, open_table
 from lakeckpt.checkpoint.ledger.audit import audit, read_run
+from lakeckpt.checkpoint.ledger.audit_report import AuditReport
 from lakeckpt.checkpoint.ledger.explain import explain_history
 from lakeckpt.checkpoint.ledger.indexes import orders_of
-from lakeckpt.checkpoint.ledger.report import AuditReport
 from lakeckpt.cli.main import main
 from lakeckpt.data.place import following
 from lakeckpt.errors import StateMismatch, TableVersionGone

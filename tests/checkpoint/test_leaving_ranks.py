@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.errors import LakeckptError, SaveRefused
-from lakeckpt.tracking import peers
+from lakeckpt.tracking import obstacles
 from lakeckpt.tracking.exchange import StoreExchange
-from lakeckpt.tracking.peers import PROCESS, Peers
+from lakeckpt.tracking.obstacles import PROCESS
 from lakeckpt.tracking.tally import Tally
 from tests.checkpoint.rig import HubExchange, MemoryStorage, Reader, manager, run_ranks, train_step, training
 
@@ -28,11 +28,12 @@ def results_of(storage: MemoryStorage, steps: tuple[int, int], dies: int | None 
     then ends."""
     store = dist.HashStore()
     processes = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(2)]
-    stated = Tally.of([{PROCESS: f"{peers._node()} {one.pid}"} for one in processes])
+    stated = Tally.of([{PROCESS: f"{obstacles._node()} {one.pid}"} for one in processes])
 
     def body(rank: int, _: HubExchange) -> Any:
         exchange = StoreExchange(store, rank=rank, world_size=2, timeout_s=TIMEOUT_S)
-        exchange._peers = Peers(stated, rank=rank)
+        exchange.obstacles._watched.clear()
+        exchange.obstacles.watch(stated)
         objects = {**training(), "reader": Reader(rank=rank, world_size=2)}
         saver = manager(storage, objects, exchange=exchange, persist_every=2, timeout_s=TIMEOUT_S, **options)
         try:

@@ -15,7 +15,7 @@ from lakeckpt import LakeDataset, LakeLoader, mix
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.ledger.audit import audit
-from lakeckpt.checkpoint.ledger.report import AuditReport
+from lakeckpt.checkpoint.ledger.audit_report import AuditReport
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State

@@ -12,7 +12,7 @@ import torch
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, ReadOptions, open_table
 from lakeckpt.checkpoint.ledger.audit import audit
-from lakeckpt.errors import DamageWarning, DataFileChanged, StateMismatch
+from lakeckpt.errors import DamageWarning, DataFileChanged
 from lakeckpt.lake.storage.open import open_storage
 from tests.data.flow_jobs import cut, items, whole
 
@@ -28,12 +28,10 @@ def lake(tmp_path: Path) -> Path:
     return folder
 
 
-def go_on(
-    lake: Path, run: Path, steps: int | None, *, table: dict[str, Any] | None = None, **options: Any
-) -> list[Any]:
+def go_on(lake: Path, run: Path, steps: int | None, **options: Any) -> list[Any]:
     """Restore, take steps, and save; the items of each."""
     read = ReadOptions(num_lanes=2, **options)
-    dataset = LakeDataset(open_table(lake, **(table or {})), batch_size=4, transform=cut, rows="many", options=read)
+    dataset = LakeDataset(open_table(lake), batch_size=4, transform=cut, rows="many", options=read)
     loader, model = LakeLoader(dataset), torch.nn.Linear(1, 1)
     found = []
     with CheckpointManager(str(run), {"model": model, "reader": loader}) as manager:
@@ -44,13 +42,6 @@ def go_on(
             if number == steps:
                 break
     return found
-
-
-def test_other_excluded_row_groups_are_refused_by_name(lake: Path, tmp_path: Path) -> None:
-    first = go_on(lake, tmp_path / "run", 5)
-    with pytest.raises(StateMismatch, match=r"exclude= of the table .* its transform decides what a row yields"):
-        go_on(lake, tmp_path / "run", None, table={"exclude": [("1.parquet", 0)]})
-    assert sorted(first + go_on(lake, tmp_path / "run", None)) == whole(ROWS)
 
 
 def test_the_rest_goes_on_at_the_version_that_the_checkpoint_names(lake: Path, tmp_path: Path) -> None:

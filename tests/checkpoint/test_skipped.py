@@ -11,7 +11,7 @@ import pytest
 
 import lakeckpt
 from lakeckpt.checkpoint.ledger.audit import audit
-from lakeckpt.checkpoint.ledger.report import AuditReport
+from lakeckpt.checkpoint.ledger.audit_report import AuditReport
 from lakeckpt.cli.main import main
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.local import LocalStorage

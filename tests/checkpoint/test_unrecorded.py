@@ -13,7 +13,7 @@ import torch
 
 import lakeckpt
 from lakeckpt.checkpoint.ledger.audit import audit
-from lakeckpt.checkpoint.ledger.report import EXIT_STATUS, AuditReport
+from lakeckpt.checkpoint.ledger.audit_report import EXIT_STATUS, AuditReport
 from lakeckpt.cli.main import main
 from lakeckpt.data.place.deliveries import ConsumptionWarning
 from lakeckpt.errors import ConfigError

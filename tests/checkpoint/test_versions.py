@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, ReadOptions, open_table
 from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.checkpoint.ledger.audit_report import AuditReport
 from lakeckpt.checkpoint.ledger.explain import explain
-from lakeckpt.checkpoint.ledger.report import AuditReport
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.errors import (
     ConfigError,

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.lanes import EpochDeal, Left, Rest, Tail, micro_batches, rows_before, turns
+from lakeckpt.core.lanes import EpochDeal, Left, Rest, micro_batches, rows_before, turns
+from lakeckpt.core.order import Tail
 from lakeckpt.core.receipts import Span
 from lakeckpt.core.streams.stream import StreamDeal
 from tests.examples import examples

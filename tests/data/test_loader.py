@@ -7,7 +7,6 @@ import gc
 import itertools
 import multiprocessing
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -482,8 +481,8 @@ def test_what_ends_too_early_is_not_taken_for_the_end_of_the_epoch(
     lake: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int | None
 ) -> None:
     class Short(Ahead):
-        def __init__(self, source: Any, assignments: Iterator[Any]) -> None:
-            super().__init__(source, itertools.islice(assignments, 2))
+        def __init__(self, source: Any, stretches: Any, rank: int, **given: Any) -> None:
+            super().__init__(source, [(plan, step, 2) for plan, step, _ in stretches], rank, **given)
 
     monkeypatch.setattr("lakeckpt.data.base_dataset.Ahead", Short)
     loader = loader_of(lake, batch_size=batch_size)

@@ -13,7 +13,7 @@ import torch
 
 from lakeckpt import Batch, Ragged
 from lakeckpt.core.receipts import Receipt, Span
-from lakeckpt.data.workers.packing import pack, unpack
+from lakeckpt.data.workers.pickling import pack, unpack
 from tests.data.reading import same
 
 RECEIPT = Receipt(

@@ -60,7 +60,7 @@ def test_a_loader_that_is_started_has_begun_and_decodes_nothing_twice(
     decoded.clear()
     loader = loader_of(folder)
     loader._reader.start()
-    assert len(decoded) == 1  # the first batches need no more
+    assert len(decoded) == 3  # the first one, and two ahead
     loader._reader.start()
     assert ids(loader) == expected
     assert len(decoded) == len(set(decoded)) == 6
@@ -276,15 +276,7 @@ def test_a_fork_made_while_windows_wait_for_threads_reads_all_rows_itself(waitin
     assert forked.exitcode == 0
 
 
-def test_a_source_without_room_is_still_asked_for_all_there_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = ids(loader_of(folder))
-    monkeypatch.setattr(PositionReader, "has_room", False)
-    assert ids(loader_of(folder)) == expected
-
-
-def test_what_fails_while_it_is_announced_is_tried_again_when_it_is_taken(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_before_it_is_asked_for_is_tried_again_then(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = ids(loader_of(folder))
     inner, failures = BatchSource.new_reader, [errors.StorageError("not now")]
 

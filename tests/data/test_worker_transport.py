@@ -388,7 +388,7 @@ def test_a_fork_of_the_main_process_takes_nothing_from_its_workers(lake: Path, p
     found = [next(iterator)]
 
     def goes_on() -> bool:
-        with pytest.raises(StateUnavailable, match="this one is a fork"):
+        with pytest.raises(StateUnavailable, match="this one was forked from"):
             next(iterator)
         return True
 

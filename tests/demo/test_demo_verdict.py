@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lakeckpt.checkpoint.ledger.report import AuditReport, EpochAudit, ReaderAudit
+from lakeckpt.checkpoint.ledger.audit_report import AuditReport, EpochAudit, ReaderAudit
 from lakeckpt.demo.records import Launch, Packed, RecordedStep
 from lakeckpt.demo.scenario import LENGTH, DemoConfig, Fault, Phase
 from lakeckpt.demo.supervise import Death

@@ -14,7 +14,7 @@ import pytest
 
 from lakeckpt.errors import ConfigError, DataFileChanged, SchemaError, WireDamaged
 from lakeckpt.lake.formats.dispatch import open_table
-from lakeckpt.lake.formats.model import PinnedFile, PinnedFiles
+from lakeckpt.lake.formats.pinned_files import PinnedFile, PinnedFiles
 from lakeckpt.lake.formats.pinning import index_of_version, listed
 from lakeckpt.lake.parquet.footer import summarize_all
 from lakeckpt.lake.table.column_mapping import ColumnMapping, StoredField

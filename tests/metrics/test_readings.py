@@ -6,7 +6,6 @@ import gc
 import itertools
 import time
 import weakref
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,13 +106,12 @@ def test_batches_that_are_decoded_are_ready(lake: Path) -> None:
     assert of("batches_ready") in ({("loader",): 0}, {})
 
 
-def test_batches_behind_one_that_is_not_decoded_are_not_ready() -> None:
+def test_rows_that_were_taken_or_are_not_decoded_are_not_ready() -> None:
     ahead = object.__new__(Ahead)
-    ahead._source = SimpleNamespace(is_ready=lambda rows: rows == "decoded")  # type: ignore[assignment]
-    rows: Any = ["decoded", "decoded", "waits", "decoded"]
-    ahead._announced = deque((None, one) for one in rows)  # type: ignore[misc]
+    ahead._reader, ahead._batch_rows = SimpleNamespace(windows=SimpleNamespace(rows_ready=11)), 4
     assert ahead.ready == 2
-    del ahead._announced  # it has no reader to close
+    ahead._reader = None
+    assert ahead.ready == 0
 
 
 def test_batches_that_came_from_workers_are_ready(lake: Path) -> None:

@@ -36,7 +36,7 @@ def test_scalars_are_gauges_and_the_growth_of_counters_since_the_call_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr("lakeckpt.metrics.scalars.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("lakeckpt.metrics.tensorboard.time.perf_counter", lambda: clock[0])
     loader = LakeLoader(LakeDataset(LakeSpec(files=((40,),)).write(tmp_path / "lake"), batch_size=4))
     iterator, writer, other = iter(loader), Writer(), Writer()
     for _ in range(2):

@@ -143,15 +143,24 @@ def test_a_row_group_that_is_decoded_now_does_not_wait_for_expected_ones(tmp_pat
 
 def test_row_groups_that_are_expected_no_more_do_not_hold_up_those_behind_them(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[10] * 300])
-    decoder = RowGroupDecoder(stored(table))
-    assert decoder.has_room
+    came, awaited = threading.Event(), list[int]()
+    starts: list[int] = []
+
+    def note(path: str, start: int) -> None:
+        starts.append(start)
+        if start in awaited:
+            came.set()
+
+    RowGroupDecoder(stored(table, note)).decode(70, 0, 1)
+    awaited.append(starts[-1])
+    came.clear()
+    decoder = RowGroupDecoder(stored(table, note))
     decoder.expect([*range(300)])
-    assert not decoder.has_room
     for group in range(100, 300):
         assert ids(decoder.decode(group, 0, 1)) == [10 * group]
-    assert not decoder.has_room
-    decoder.expect([*range(240, 300)])
-    assert decoder.has_room
+    assert not came.is_set()
+    decoder.expect([*range(70, 300)])
+    assert came.wait(BOUND_S)
 
 
 def test_reads_of_row_groups_that_are_expected_no_more_are_cancelled(tmp_path: Path) -> None:
@@ -177,8 +186,9 @@ def test_reads_of_row_groups_that_are_expected_no_more_are_cancelled(tmp_path: P
 
 def test_a_local_file_is_not_read_ahead(tmp_path: Path) -> None:
     decoder = RowGroupDecoder(write_ids(tmp_path, [[2], [3]]))
+    assert not decoder.fetches
     decoder.expect([0, 1])
-    assert not decoder.has_room
+    assert decoder._prefetcher._state.expected == {}
     assert ids(decoder.decode(1, 0, 1)) == [2]
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.lanes import EpochDeal, Left
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.errors import ConfigError, DataFileDamaged
 from lakeckpt.lake.formats.dispatch import open_table
@@ -22,8 +25,9 @@ from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns import forms as arrays
 from lakeckpt.reading.columns.convert import convert
 from lakeckpt.reading.columns.ragged import to_pylist
-from lakeckpt.reading.windows.cache import Served, WindowCache, windows_held_of
+from lakeckpt.reading.windows.cache import WindowCache, windows_held_of
 from lakeckpt.reading.windows.decode import RowGroupDecoder
+from lakeckpt.reading.windows.lanes import Served, windows_of
 from lakeckpt.reading.windows.positions import PositionReader
 from lakeckpt.reading.windows.room import Room
 from tests.reading.cases import columns, write_ids
@@ -60,6 +64,13 @@ def lane_steps(layout: EpochLayout, batch: int) -> list[tuple[EpochLayout, int, 
     return steps
 
 
+def follow(reader: PositionReader, layout: EpochLayout) -> None:
+    """Have ``reader`` read ahead all lanes of ``layout``."""
+    bounds = itertools.pairwise(layout.lane_bounds.tolist())
+    reader.windows.follow([iter([(layout, one) for one in layout.windows(*lane)]) for lane in bounds])
+    reader.windows.fill()
+
+
 @given(LAYOUTS, specs(), st.integers(1, 5), st.integers(1, 3), st.data())
 @settings(deadline=None)
 def test_any_spans_in_any_order_are_the_rows_that_the_model_says_and_nobody_elses_memory(
@@ -71,6 +82,8 @@ def test_any_spans_in_any_order_are_the_rows_that_the_model_says_and_nobody_else
         reader = PositionReader(RowGroupDecoder(table), spec, max_windows=max_windows, threads=2, room=Room(limit))
         layouts = [EpochLayout.build(table.index.group_rows, spec, epoch, lanes) for epoch in range(2)]
         delivered: list[tuple[dict[str, Any], dict[str, list[Any]]]] = []
+        if data.draw(st.booleans()):
+            follow(reader, layouts[0])
         for _ in range(data.draw(st.integers(1, 6))):
             pieces = []
             for _ in range(data.draw(st.integers(0, 3))):
@@ -86,15 +99,15 @@ def test_any_spans_in_any_order_are_the_rows_that_the_model_says_and_nobody_else
                 columns["text"].values[...] = ord("?")
             else:
                 delivered.append((columns, expected))
-            assert reader.windows_held <= windows_held_of(max_windows)
+            assert reader.windows.held <= windows_held_of(max_windows)
         for columns, expected in delivered:
             assert {name: column.tolist() for name, column in columns.items()} == expected
 
 
-@given(LAYOUTS, specs(), st.integers(1, 5), st.integers(1, 7))
+@given(LAYOUTS, specs(), st.integers(1, 5), st.integers(1, 7), st.booleans())
 @settings(deadline=None)
 def test_windows_are_decoded_once_while_lanes_advance_and_let_go_when_served(
-    files: list[list[int]], spec: OrderSpec, lanes: int, batch: int
+    files: list[list[int]], spec: OrderSpec, lanes: int, batch: int, ahead: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         table = write_ids(Path(folder), files)
@@ -102,14 +115,16 @@ def test_windows_are_decoded_once_while_lanes_advance_and_let_go_when_served(
         layout = EpochLayout.build(table.index.group_rows, spec, 0, lanes)
         seen: list[int] = []
         with patch.object(WindowCache, "_begin", autospec=True, side_effect=WindowCache._begin) as begun:
+            if ahead:
+                follow(reader, layout)
             for step in lane_steps(layout, batch):
                 seen += reader.read([step])["id"].tolist()
-                assert reader.windows_held <= windows_held_of(lanes)
+                assert reader.windows.held <= windows_held_of(lanes)
         assert sorted(seen) == list(range(table.num_rows))
         bounds = layout.lane_bounds.tolist()
         windows = sum(len(layout.windows(a, b)) for a, b in itertools.pairwise(bounds))
         assert begun.call_count == windows
-        assert reader.windows_held == 0
+        assert reader.windows.held == 0
 
 
 class Spying(RowGroupDecoder):
@@ -148,29 +163,77 @@ def test_as_many_windows_are_read_ahead_as_are_open_and_two_at_least(tmp_path: P
     table = write_ids(tmp_path, [[3] * 12])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, lanes)
     reader, decoded = spied(table, ORDERED, lanes)
+    follow(reader, layout)
     held = []
-    waiting = [reader.announce([step]) for step in lane_steps(layout, 1)]
-    for announced in waiting:
-        held.append(reader.windows_held)
-        reader.take(announced)
+    for step in lane_steps(layout, 1):
+        held.append(reader.windows.held)
+        reader.read([step])
     assert max(held) == most
-    assert len({group for group, _, _ in decoded}) == 12
+    assert len(decoded) == 12
 
 
-def test_windows_that_are_announced_are_decoded_before_they_are_taken_in_that_order(tmp_path: Path) -> None:
+def test_windows_that_a_lane_needs_next_are_decoded_before_they_are_taken_in_that_order(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[3, 3, 3, 3]])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    reader, decoded = spied(table, ORDERED, 1, threads=1)
+    follow(reader, layout)
+    assert reader.windows.held == 3
+    assert reader.read([(layout, 0, 3)])["id"].tolist() == [0, 1, 2]
+    assert reader.windows.held == 3
+    assert [reader.read([(layout, a, a + 3)])["id"].tolist() for a in (3, 6, 9)] == [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert reader.windows.held == 0
+    assert [group for group, _, _ in decoded] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("share", "begun"), [(1.0, [0, 1, 2]), (0.25, [0]), (0.5, [0, 1])])
+def test_a_source_of_a_mixture_begins_a_window_when_the_mixture_comes_to_it_within_two_windows(
+    tmp_path: Path, share: float, begun: list[int]
+) -> None:
+    table = write_ids(tmp_path, [[8] * 6])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
+    reader, _ = spied(table, ORDERED, 1, threads=1)
+    reader.windows.follow([iter([(layout, one) for one in layout.windows(0, 48)])], share)
+    reader.read([(layout, 0, 1)])
+    reader.windows.fill()
+    assert sorted(one.window.start // 8 for one in reader.windows._held()) == begun
+    reader.read([(layout, 1, 4)])
+    reader.windows.fill()
+    assert reader.windows.held == max(2, len(begun)), "half of a window is left, two windows of a mixture of four"
+
+
+def test_what_was_read_ahead_for_lanes_that_are_no_longer_followed_is_dropped(tmp_path: Path) -> None:
+    table = write_ids(tmp_path, [[3] * 6])
+    layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
     reader, _ = spied(table, ORDERED, 1)
-    first, *others = (reader.announce([(layout, start, start + 3)]) for start in (0, 3, 6, 9))
-    assert (reader.windows_held, reader.has_room) == (3, False)
-    assert reader.take(first)["id"].tolist() == [0, 1, 2]
-    assert reader.windows_held == 3
-    assert [reader.take(one)["id"].tolist() for one in others] == [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    assert (reader.windows_held, reader.has_room) == (0, True)
+    follow(reader, layout)
+    reader.read([(layout, 0, 1)])
+    assert reader.windows.held == 3
+    reader.windows.follow([])
+    assert reader.windows.held == 1
+    assert reader.read([(layout, 1, 9)])["id"].tolist() == list(range(1, 9))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sets(st.integers(0, 53)), st.integers(1, 4), st.data())
+def test_windows_of_a_lane_are_those_that_hold_its_positions_in_their_order(
+    sizes: list[int], gone: set[int], window: int, data: st.DataObject
+) -> None:
+    """A lane of what is left of an epoch that was begun has many gaps."""
+    spec = OrderSpec(seed=1, shuffle=True, window=window)
+    layout = EpochLayout.build(np.array(sizes), spec, 0, 2)
+    left = Intervals.of([(one, one + 1) for one in range(layout.rows) if one not in gone])
+    deal = EpochDeal(
+        first=0, num_lanes=3, batch_size=2, tail="short", left=Left(epoch=0, num_lanes=2, rotation=0, positions=left)
+    )
+    lane = data.draw(st.integers(0, 2))
+    size = int(deal.limits[lane])
+    done = data.draw(st.integers(0, size))
+    found = [one.start for _, one in windows_of((partial(deal.lane_spans, lane), done, size), lambda epoch: layout)]
+    positions = [at for span in deal.lane_spans(lane, done, size) for at in range(span.start, span.stop)]
+    assert found == list(dict.fromkeys(layout.window_at(at).start for at in positions))
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_what_goes_on_where_a_lane_was_announced_last_is_found_without_looking_for_its_window(
+def test_what_goes_on_in_a_window_that_is_held_is_found_without_looking_for_the_window(
     tmp_path: Path, lanes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = write_ids(tmp_path, [[30] * 3])
@@ -180,9 +243,8 @@ def test_what_goes_on_where_a_lane_was_announced_last_is_found_without_looking_f
     found = EpochLayout.window_at
     monkeypatch.setattr(EpochLayout, "window_at", lambda self, at: looked.append(at) or found(self, at))
     steps = lane_steps(layout, 2)
-    waiting = [reader.announce([step]) for step in steps]
+    ids = np.concatenate([reader.read([step])["id"] for step in steps])
     assert sorted(looked) == [0, 30, 60]
-    ids = np.concatenate([reader.take(announced)["id"] for announced in waiting])
     other = PositionReader(RowGroupDecoder(table), layout.spec, max_windows=lanes)
     assert ids.tolist() == np.concatenate([other.read([step])["id"] for step in steps[::-1]][::-1]).tolist()
 
@@ -193,8 +255,8 @@ def test_what_goes_on_where_another_epoch_stopped_is_of_its_own_epoch(tmp_path: 
     layouts = [EpochLayout.build(table.index.group_rows, spec, epoch, 1) for epoch in range(2)]
     reader, _ = spied(table, spec, 1)
     steps = [(layouts[0], 0, 4), (layouts[1], 4, 8), (layouts[0], 4, 8)]
-    waiting = [reader.announce([step]) for step in steps]
-    found = [reader.take(announced)["id"].tolist() for announced in waiting]
+    opened = [reader.open([step]) for step in steps]
+    found = [reader.take(one)["id"].tolist() for one in opened]
     assert found == [ids_at(table, *step) for step in steps]
     assert found[1] != found[2]
 
@@ -205,12 +267,12 @@ def test_a_limit_of_memory_holds_back_what_is_not_needed_yet(tmp_path: Path) -> 
     spans = [(layout, start, start + 100) for start in range(0, 800, 100)]
     for limit, ahead, most in ((1, 1, 1), (3000, 3, 3), (100 * 8 * 100, 8, 7)):  # the last one holds nothing back
         reader, decoded = spied(table, ORDERED, 4, room=Room(limit))
-        waiting = [reader.announce([span]) for span in spans]
-        assert reader.windows_held <= ahead
-        assert reader.take(waiting[0])["id"].tolist() == list(range(100))
-        assert reader.windows_held == most
-        rows = [reader.take(announced)["id"].tolist() for announced in waiting[1:]]
-        assert rows == [list(range(start, start + 100)) for start in range(100, 800, 100)]
+        follow(reader, layout)
+        assert reader.windows.held <= ahead
+        rows = [reader.read([spans[0]])["id"].tolist()]
+        assert reader.windows.held == most
+        rows += [reader.read([span])["id"].tolist() for span in spans[1:]]
+        assert rows == [list(range(start, start + 100)) for start in range(0, 800, 100)]
         assert len(decoded) == 8
 
 
@@ -221,7 +283,7 @@ def test_no_lane_makes_room_for_another_whatever_the_limit_of_memory(tmp_path: P
     reader, decoded = spied(table, ORDERED, 4, room=Room(limit))
     ids = [reader.read([step])["id"] for step in lane_steps(layout, 4)]
     assert sorted(np.concatenate(ids).tolist()) == list(range(240))
-    assert len(decoded) == 12 and reader.windows_held == 0
+    assert len(decoded) == 12 and reader.windows.held == 0
 
 
 def test_the_window_unused_for_longest_makes_room(tmp_path: Path) -> None:
@@ -263,30 +325,30 @@ def test_clear_forgets_windows_and_reading_goes_on(tmp_path: Path) -> None:
     reader, decoded = spied(table, ORDERED, 4)
     reader.read([(layout, 0, 3)])["id"][...] = -1
     reader.clear()
-    assert reader.windows_held == 0
+    assert reader.windows.held == 0
     assert reader.read([(layout, 0, 6)])["id"].tolist() == list(range(6))
     assert len(decoded) == 2
 
 
-def test_what_was_announced_before_a_clear_is_decoded_anew(tmp_path: Path) -> None:
+def test_what_was_opened_before_a_clear_is_decoded_anew(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[6] * 5])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
     reader, _ = spied(table, ORDERED, 1)
     reader.read([(layout, 0, 2)])["id"][...] = -1
-    waiting = [reader.announce([(layout, start, start + 2)]) for start in range(2, 30, 2)]  # not all have room
+    follow(reader, layout)
+    opened = [reader.open([(layout, start, start + 2)]) for start in range(2, 30, 2)]
     reader.clear()
-    assert [reader.take(one)["id"].tolist() for one in waiting] == [[i, i + 1] for i in range(2, 30, 2)]
-    assert reader.windows_held == 1, "the first one: somebody has its first rows"
+    assert [reader.take(one)["id"].tolist() for one in opened] == [[i, i + 1] for i in range(2, 30, 2)]
+    assert reader.windows.held == 1, "the first one: somebody has its first rows"
 
 
-def test_what_is_taken_before_its_turn_is_not_kept_beyond_what_may_be_held(tmp_path: Path) -> None:
+def test_windows_that_are_not_read_to_their_end_are_not_kept_beyond_what_may_be_held(tmp_path: Path) -> None:
     table = write_ids(tmp_path, [[3] * 12])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
     reader, _ = spied(table, ORDERED, 1)
-    waiting = [(start, reader.announce([(layout, start, start + 1)])) for start in range(0, 36, 3)]
-    for start, announced in reversed(waiting):
-        assert reader.take(announced)["id"].tolist() == [start]
-        assert reader.windows_held <= windows_held_of(1)
+    for start in reversed(range(0, 36, 3)):
+        assert reader.read([(layout, start, start + 1)])["id"].tolist() == [start]
+        assert reader.windows.held <= windows_held_of(1)
 
 
 @pytest.mark.parametrize("kind", [OSError, SystemExit])
@@ -322,9 +384,9 @@ def test_what_a_reader_that_is_let_go_of_had_not_begun_to_decode_is_not_decoded(
         begun.set()
         held.wait(60)
 
-    reader._windows._threads.submit(hold)
+    reader.windows._threads.submit(hold)
     assert begun.wait(60)
-    reader.announce([(layout, 0, 6)])
+    reader.open([(layout, 0, 6)])
     del reader
     held.set()
     found[0].join(60)
@@ -336,7 +398,7 @@ def test_the_collector_may_let_go_of_a_reader_in_a_thread_that_has_its_locks(tmp
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
     reader, decoded = spied(table, ORDERED, 4)
     reader.read([(layout, 0, 3)])
-    windows = reader._windows
+    windows = reader.windows
     with windows.rows._prefetcher._state.lock, windows._decoder._memory._lock:
         reader.clear()  # as an iterator's finalizer does; it would wait for ever
     assert reader.read([(layout, 0, 6)])["id"].tolist() == list(range(6))
@@ -367,7 +429,7 @@ def test_no_pieces_or_empty_ones_are_no_rows_of_the_right_schema(tmp_path: Path)
     reader = PositionReader(RowGroupDecoder(table, ["pair", "id"]), ORDERED, max_windows=1)
     for pieces in ([], [(layout, 1, 1)]):
         assert reader.read(pieces)["pair"].shape == (0, 2)
-    assert reader.windows_held == 0
+    assert reader.windows.held == 0
 
 
 def test_text_too_large_for_32_bit_offsets_is_gathered_all_the_same(

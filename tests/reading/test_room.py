@@ -1,4 +1,4 @@
-"""Readers that share a room hold together what fits into it, and begin what waits in the order of need."""
+"""Readers that share a room hold together what fits into it."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ from lakeckpt.reading.windows.positions import PositionReader
 from lakeckpt.reading.windows.room import Room
 from lakeckpt.reading.windows.threads import Threads
 from tests.patience import PATIENCE_S
+from tests.reading.cases import write_ids
 from tests.reading.test_fetching import ids, stored
 from tests.reading.test_packed import write
-from tests.reading.test_positions import write_ids
+from tests.reading.test_positions import follow
 
 ORDERED = OrderSpec(seed=0, shuffle=False, window=1)
 WINDOW_BYTES = 100 * 8
 
 
 def test_windows_of_several_readers_fit_into_the_room_together(tmp_path: Path) -> None:
-    room, readers, taken = Room(5 * WINDOW_BYTES), [], []
+    room, readers = Room(5 * WINDOW_BYTES), []
     for number in range(3):
         table = write_ids(tmp_path / str(number), [[100] * 6])
         layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
         reader = PositionReader(RowGroupDecoder(table, ["id"]), ORDERED, max_windows=1, threads=1, room=room)
-        readers.append(reader)
-        taken.append([reader.announce([(layout, start, start + 50)]) for start in range(0, 600, 50)])
+        follow(reader, layout)
+        readers.append((reader, layout))
     held = 0
-    for at in range(12):
-        for number, reader in enumerate(readers):
-            assert reader.take(taken[number][at])["id"].tolist() == list(range(50 * at, 50 * at + 50))
-            held = max(held, sum(one.windows_held for one in readers))
+    for at in range(0, 600, 50):
+        for reader, layout in readers:
+            assert reader.read([(layout, at, at + 50)])["id"].tolist() == list(range(at, at + 50))
+            held = max(held, sum(one.windows.held for one, _ in readers))
     assert held == 5  # three open ones, and two that were read ahead
-    assert [one.windows_held for one in readers] == [0, 0, 0]
+    assert [one.windows.held for one, _ in readers] == [0, 0, 0]
 
 
-def test_what_waits_of_a_reader_that_is_cleared_or_gone_holds_up_no_other(tmp_path: Path) -> None:
+def test_readers_that_are_cleared_or_gone_take_no_room_of_others(tmp_path: Path) -> None:
     room = Room(2 * WINDOW_BYTES)
     table = write_ids(tmp_path, [[100] * 4])
     layout = EpochLayout.build(table.index.group_rows, ORDERED, 0, 1)
@@ -54,13 +55,15 @@ def test_what_waits_of_a_reader_that_is_cleared_or_gone_holds_up_no_other(tmp_pa
 
     cleared, gone, other = made(), made(), made()
     for reader in (cleared, gone):
-        for start in range(0, 400, 100):
-            reader.announce([(layout, start, start + 100)])
-    assert room.is_full
+        follow(reader, layout)
+        reader.read([(layout, 0, 50)])
+    assert room.left_bytes() <= 0
     cleared.clear()
+    gone.clear()
     del gone, reader
     gc.collect()
-    assert not room.is_full
+    assert room.left_bytes() == 2 * WINDOW_BYTES
+    follow(other, layout)
     assert other.read([(layout, 0, 400)])["id"].tolist() == list(range(400))
 
 
@@ -93,7 +96,6 @@ def test_decoders_share_the_bytes_that_they_fetch_ahead(tmp_path: Path) -> None:
     assert 0 < size <= 50_000
     ahead.limit = size
     decoders[1].expect([0])
-    assert not decoders[1].has_room
     assert ids(decoders[1].decode(0, 0, 1)) == [0]
     assert ahead.held == size
     assert ids(decoders[0].decode(0, 0, 1)) == [0]

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from lakeckpt import Batch, LakeDataset
 from lakeckpt.core.changes import replan, start
 from lakeckpt.core.identity import Identity
-from lakeckpt.core.lanes import Tail
-from lakeckpt.core.order import OrderSpec
+from lakeckpt.core.order import OrderSpec, Tail
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
 from lakeckpt.errors import ConfigError

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lakeckpt.errors import MissingRanksError
-from lakeckpt.tracking import peers
+from lakeckpt.errors import CheckpointError, MissingRanksError
+from lakeckpt.tracking import obstacles
 from lakeckpt.tracking.exchange import Exchange, StoreExchange, exchange_of_group
-from lakeckpt.tracking.notes import LEFT, STOPPED, Note
-from lakeckpt.tracking.peers import PROCESS, Peers, own_process
+from lakeckpt.tracking.obstacles import LEFT, PROCESS, STOPPED, own_process
 from lakeckpt.tracking.rounds import answer_to_bytes, tally_from_bytes
 from lakeckpt.tracking.tally import Tally
 from tests.patience import PATIENCE_S
@@ -186,13 +185,30 @@ def test_rank_0_may_come_late_and_then_wait_as_long_for_another(pool: ThreadPool
     assert [len(one.result(PATIENCE_S).facts["rank"]) for one in begun] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("key", [STOPPED, LEFT])
+@pytest.mark.parametrize("kind", [STOPPED, LEFT])
 @pytest.mark.parametrize("stops", [0, 2])
-def test_nobody_waits_for_a_rank_that_has_stopped(stops: int, key: str, pool: ThreadPoolExecutor) -> None:
+def test_nobody_waits_for_a_rank_that_has_stopped(stops: int, kind: str, pool: ThreadPoolExecutor) -> None:
     job = Job(3, pool)
     begun = job.begin(*({0, 1, 2} - {stops}))
-    job.ranks[stops].publish(key, Note(rank=stops, error="checkpoint: the cause").to_bytes())
-    assert {missing(one) for one in begun} == {f"rank {stops} has stopped: the cause"}
+    if kind == STOPPED:
+        job.ranks[stops].obstacles.stop(CheckpointError("the cause"))
+    else:
+        job.ranks[stops].obstacles.leave(7, first=0)
+    cause = "the cause" if kind == STOPPED else "it closed its manager after step 7. Let the loops of all ranks end at "
+    assert all(missing(one).startswith(f"rank {stops} has stopped: {cause}") for one in begun)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 0), (1, 2)])
+def test_nobody_waits_for_a_rank_that_stopped_after_another_one(
+    first: int, second: int, pool: ThreadPoolExecutor
+) -> None:
+    """Only the first of many ranks that stop is in the list that all read."""
+    job = Job(3, pool)
+    begun = job.begin(1, 2 - second)
+    for rank in (first, second):
+        job.ranks[rank].obstacles.stop(CheckpointError(f"the cause of {rank}"))
+    assert len(job.ranks[second].obstacles.look()) == 1
+    assert missing(begun[1]) == f"rank {second} has stopped: the cause of {second}"
 
 
 @pytest.mark.parametrize(("dies", "watches"), [(0, 1), (0, 2), (1, 0), (1, 2)])
@@ -202,8 +218,8 @@ def test_nobody_waits_for_a_rank_whose_process_has_ended_on_the_node_of_another(
     job = Job(3, pool)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         stated = [{PROCESS: own_process()} for _ in range(3)]
-        stated[dies] = {PROCESS: f"{peers._node()} {process.pid}"}
-        job.ranks[watches]._peers = Peers(Tally.of(stated), rank=watches)
+        stated[dies] = {PROCESS: f"{obstacles._node()} {process.pid}"}
+        job.ranks[watches].obstacles.watch(Tally.of(stated))
         begun = job.begin(*({0, 1, 2} - {dies}))
         assert not any(one.done() for one in begun)
         process.kill()
@@ -214,20 +230,21 @@ def test_nobody_waits_for_a_rank_whose_process_has_ended_on_the_node_of_another(
 
 def test_a_process_that_ends_after_a_rank_has_left_is_no_failure(pool: ThreadPoolExecutor) -> None:
     job = Job(2, pool)
-    job.ranks[1].publish(LEFT, Note(rank=1, error="save_failed: it is over").to_bytes())
+    job.ranks[1].obstacles.leave(7, first=3)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        stated = [{PROCESS: own_process()}, {PROCESS: f"{peers._node()} {process.pid}"}]
-        job.ranks[0]._peers = Peers(Tally.of(stated), rank=0)
+        stated = [{PROCESS: own_process()}, {PROCESS: f"{obstacles._node()} {process.pid}"}]
+        job.ranks[0].obstacles.watch(Tally.of(stated))
         process.kill()
         process.wait()
-        assert job.ranks[0].ended() == 1 and job.ranks[0].peek(STOPPED) is None
+        assert {one.kind for one in job.ranks[0].obstacles.look()} == {LEFT}
+        job.ranks[0].obstacles.refuse(2)
         job.ranks[0].close()
 
 
 def test_a_rank_that_stops_after_its_facts_keeps_nobody_from_the_round(pool: ThreadPoolExecutor) -> None:
     job = Job(2, pool)
     begun = job.begin(1)
-    job.ranks[1].publish(STOPPED, Note(rank=1, error="checkpoint: the cause").to_bytes())
+    job.ranks[1].obstacles.stop(CheckpointError("the cause"))
     begun += job.begin(0)
     assert [len(one.result(PATIENCE_S).facts["rank"]) for one in begun] == [2, 2]
 

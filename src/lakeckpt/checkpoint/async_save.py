@@ -5,8 +5,8 @@ an order as soon as the capture is complete; its outcome is read at a later cut.
 facts. A rank on which no arena fits raises an error at its first capture.
 
 A rank whose save fails tells the other ranks why: its order says so to its agent, which tells the other agents through
-storage, and a note in the exchange says so to the other trainers, which tell their agents. A rank that stops by an
-exception leaves such a note for the saves in which it does not take part.
+storage, and an obstacle (`lakeckpt.tracking.obstacles`) says so to the other trainers, which pass all obstacles on to
+their agents.
 
 The training thread alone calls this module. Its threads are those of the capture engine and of the agent.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.link import AgentLink
-from lakeckpt.checkpoint.agent.orders import Documents, Dropped, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Documents, Order
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.reports import shared_fields
@@ -29,11 +29,8 @@ from lakeckpt.checkpoint.consumed.tracks import Journal, Pending, ReaderTrack
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.keep import checked_metric
-from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.commit import Remarks
-from lakeckpt.checkpoint.persist.failures import leave_note, note_stop, noted_failure, noted_stop, save_error
 from lakeckpt.checkpoint.persist.indexes import Document, documents_of_all
 from lakeckpt.checkpoint.report import Saved
 from lakeckpt.errors import (
@@ -45,7 +42,8 @@ from lakeckpt.errors import (
     UnannouncedChange,
 )
 from lakeckpt.tracking.exchange import Exchange
-from lakeckpt.tracking.notes import error_to_text
+from lakeckpt.tracking.notes import error_to_text, save_error
+from lakeckpt.tracking.obstacles import Obstacle
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 from lakeckpt.wire.envelope import dumps
 
@@ -53,7 +51,7 @@ __all__ = ["Background"]
 
 _NOTHING_SPARE_S = 0.01
 _LOOK_S = 0.5
-"""How often a trainer looks for notes of other ranks on the saves that are under way."""
+"""How often a trainer looks for obstacles of the saves that are under way."""
 _LOOKS = 8
 """How often the others can look before rank 0 ends whose last save failed: they may be a step and a save behind."""
 _PATIENCE = 3
@@ -71,8 +69,6 @@ class _Pending:
     """Keeps the generation in the arena."""
     was_raised: bool = False
     """This rank has raised its failure already."""
-    was_dropped: bool = False
-    """The agent knows that another rank has dropped the save."""
 
 
 class Background:
@@ -107,6 +103,7 @@ class Background:
         self._last: tuple[int, Pending] = (-1, {})  # the last cut that was to be captured: its step, what it recorded
         self._has_had_arena = False
         self._has_reported = False  # that there is no arena any more
+        self._passed_on: set[Obstacle] = set()  # to the agent
         self._next_look_s = float("-inf")
         self._missed = 0  # saves in a row without a capture, with nothing under way that would explain it
 
@@ -276,11 +273,14 @@ class Background:
 
     def _read_outcomes(self) -> None:
         self._order_ready()
-        self._look_for_notes()
+        self._look_for_obstacles()
         for outcome in self._agent.outcomes():
             if outcome.number in self._pending:
-                one = self._pending.pop(outcome.number)
-                self._settle(one, self._result_of(outcome, one.order.metric))
+                error = save_error(f"{outcome.kind}: {outcome.text}") if outcome.info is None else None
+                result = Saved(
+                    step=outcome.step, info=outcome.info, error=error, remarks=outcome.remarks, took_s=outcome.took_s
+                )
+                self._settle(self._pending.pop(outcome.number), result)
 
     def _settle(self, one: _Pending, result: Saved) -> None:
         one.lock.close()
@@ -300,44 +300,20 @@ class Background:
 
     def _note(self, order: Order, failure: Exception) -> None:
         """Tell the other trainers of a save that failed. A save that was skipped for another has not failed."""
-        if self._exchange.world_size > 1 and not isinstance(failure, SaveSkipped):
-            leave_note(self._exchange, self._save_of(order), failure)
+        if not isinstance(failure, SaveSkipped):
+            self._exchange.obstacles.fail(order.number, failure)
 
-    def _look_for_notes(self, *, now: bool = False) -> None:
-        """Tell the agent which saves other ranks have dropped: it stops waiting for them, and its outcome says why."""
-        is_due = now or self._waiter.now() >= self._next_look_s
-        if self._exchange.world_size == 1 or not is_due or not self._pending:
-            return
-        self._next_look_s = self._waiter.now() + _LOOK_S
-        stop = noted_stop(self._exchange)
-        for number, one in self._pending.items():
-            if one.was_raised or one.was_dropped:
-                continue
-            failure = noted_failure(self._exchange, self._save_of(one.order))
-            if failure is None and stop is not None and number >= stop[0]:
-                failure = stop[1]
-            if failure is not None:
-                one.was_dropped = True
-                self._agent.drop(Dropped(step=one.order.step, number=number, failure=error_to_text(failure)))
+    def _look_for_obstacles(self, *, now: bool = False) -> None:
+        """Pass obstacles on to the agent, if saves are under way: it stops waiting, and its outcome says why."""
+        if self._pending and (now or self._waiter.now() >= self._next_look_s):
+            self._next_look_s = self._waiter.now() + _LOOK_S
+            for one in self._exchange.obstacles.look():
+                if one not in self._passed_on:
+                    self._passed_on.add(one)
+                    self._agent.pass_on(one)
 
     def _save_of(self, order: Order) -> SaveId:
         return SaveId(attempt=self.attempt.number, step=order.step, number=order.number)
-
-    def _result_of(self, outcome: Outcome, metric: float | None) -> Saved:
-        if outcome.slot is None:
-            error = save_error(f"{outcome.kind}: {outcome.text}")
-            return Saved(step=outcome.step, info=None, error=error)
-        info = CheckpointInfo(
-            slot=outcome.slot,
-            step=outcome.step,
-            attempt=self.attempt.number,
-            world_size=self._exchange.world_size,
-            created_s=outcome.created_s,
-            metric=metric,
-            waits=outcome.waits,
-        )
-        remarks = Remarks(lost=outcome.lost, unpruned=outcome.text)
-        return Saved(step=outcome.step, info=info, error=None, remarks=remarks, took_s=outcome.took_s)
 
     def wait(self) -> None:
         """Return when the results of all saves are known. Raises `SaveFailed` if the agent is silent."""
@@ -352,7 +328,7 @@ class Background:
                 steps = sorted(one.order.step for one in self._pending.values())
                 raise SaveFailed(f"the agent has reported nothing of the saves of the steps {steps}")
             self._agent.wait(self._timeout_s if self._exchange.world_size == 1 else _LOOK_S)
-            self._look_for_notes(now=True)
+            self._look_for_obstacles(now=True)
             self._read_outcomes()
         self._report_captures(raises=True)
 
@@ -379,7 +355,7 @@ class Background:
         saves, one after the other."""
         if self._exchange.world_size > 1:
             unordered = [number for number, one in self._pending.items() if not one.is_ordered]
-            note_stop(self._exchange, error, first=min(unordered, default=self.attempt.saves))
+            self._exchange.obstacles.stop(error, first=min(unordered, default=self.attempt.saves))
             if self._exchange.rank == 0:  # the store that has the note may end with this process
                 SystemWaiter().wait((_LOOKS if at_exit else 2) * _LOOK_S)
 

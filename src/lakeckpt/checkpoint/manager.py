@@ -26,7 +26,6 @@ from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.opening import open_saves, opened, place_of
 from lakeckpt.checkpoint.outage import Outage
 from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.failures import note_left, note_stop
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.checkpoint.preemption.preemption import Preempted, Preemption
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of
@@ -201,7 +200,7 @@ class CheckpointManager:
     def _begin(self, done: int, attempt: Attempt) -> Mapping[str, str]:
         """Begin to count steps, and to capture, after a restore. Returns facts for `note_sharing`."""
         self._step, self._reporter.saved_step = done, attempt.recorded
-        self._tracks.update(tracks_of(self._objects, attempt.number))
+        self._tracks.update(tracks_of(self._objects, attempt.number, attempt.openings))
         objects = {name: one for name, one in self._objects.items() if name not in self._tracks}
         self._watch = Watch(self._tracks, objects)
         self._saves = open_saves(
@@ -332,7 +331,8 @@ class CheckpointManager:
                 if self._saves is not None:
                     self._saves.close(well=well)
                 if well:  # no rank that is behind waits for this one
-                    note_left(self._exchange, self._step, first=self._saves.attempt.saves if self._saves else 0)
+                    first = self._saves.attempt.saves if self._saves else 0
+                    self._exchange.obstacles.leave(self._step, first=first)
             finally:
                 self._presence.close()
                 self._exchange.close()
@@ -360,7 +360,7 @@ class CheckpointManager:
         finally:
             if failure is not None and not self._closed:
                 if self._saves is None:
-                    note_stop(self._exchange, failure)  # no rank waits for this one until its time is over
+                    self._exchange.obstacles.stop(failure)  # no rank waits for this one until its time is over
                 else:
                     self._saves.stop(failure, at_exit=error is None)
             self._close(well=failure is None)

@@ -121,7 +121,8 @@ def open_saves(
         world_size=exchange.world_size,
         settings=settings,
         waiter=waiter,
-        exchange=exchange if exchange.world_size > 1 else None,
+        refuse=lambda save: exchange.obstacles.refuse(save.number),
+        tell=lambda save, error: exchange.obstacles.fail(save.number, error),
     )
     return Saver(publisher, storage, exchange, objects=objects, tracks=tracks, journal=journal)
 
@@ -145,7 +146,7 @@ def _open_agent(
         Begin(
             uri=place.uri,
             storage_options=place.storage_options,
-            attempt=replace(attempt, pending={}),
+            attempt=attempt,
             settings=replace(settings, timeout_s=float(settings.timeout_s)),
             digest=digest,
             rank=exchange.rank,

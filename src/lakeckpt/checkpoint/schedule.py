@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from lakeckpt.checkpoint.outage import Outage
-from lakeckpt.checkpoint.persist.failures import noted_stop
 from lakeckpt.errors import ConfigError, MissingRanksError
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.waiting import Waiter
@@ -98,9 +97,8 @@ class Schedule:
         """Return a note of rank 0. Raises why a rank has stopped, if rank 0 leaves none."""
         try:
             return self._exchange.fetch(note)
-        except MissingRanksError as error:
-            if (stop := noted_stop(self._exchange)) is not None:
-                raise stop[1] from error
+        except MissingRanksError:
+            self._exchange.obstacles.refuse(float("inf"))
             raise
 
     def _announce(self, step: int) -> None:

@@ -24,7 +24,6 @@ from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests, leaves_
 from lakeckpt.checkpoint.format.keep import checked_metric
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.format.parts import SaveId
-from lakeckpt.checkpoint.persist.failures import note_stop
 from lakeckpt.checkpoint.persist.indexes import documents_of_all, write_documents
 from lakeckpt.checkpoint.persist.publish import Publisher
 from lakeckpt.checkpoint.report import Saved
@@ -91,7 +90,7 @@ class Saver:
     def stop(self, error: BaseException, *, at_exit: bool) -> None:
         """This rank stops for ``error``: the other ranks must not wait for it in saves. ``at_exit`` is for saves beside
         training."""
-        note_stop(self._exchange, error)
+        self._exchange.obstacles.stop(error)
 
     def is_saving(self, step: int) -> bool:
         """Return False: no save is under way between two calls."""

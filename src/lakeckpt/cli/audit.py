@@ -1,6 +1,7 @@
 """This module runs ``lakeckpt audit RUN``: it prints the proof, or the reasons against a proof.
 
-The exit status is that of the verdict (`lakeckpt.checkpoint.ledger.report.EXIT_STATUS`), and 2 if the audit failed.
+The exit status is that of the verdict (`lakeckpt.checkpoint.ledger.audit_report.EXIT_STATUS`), and 2 if the audit
+failed.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from lakeckpt.checkpoint.ledger.audit import audit
-from lakeckpt.checkpoint.ledger.report import AuditReport, EpochAudit, Finding, ReaderAudit
+from lakeckpt.checkpoint.ledger.audit_report import AuditReport, EpochAudit, Finding, ReaderAudit
 from lakeckpt.cli.output import TextTable, format_count, format_rows, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 from lakeckpt.progress import progress_bar

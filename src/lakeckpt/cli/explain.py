@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from lakeckpt.checkpoint.ledger.documents import DocumentFinder
+from lakeckpt.checkpoint.ledger.document_finder import DocumentFinder
 from lakeckpt.checkpoint.ledger.explain import MicroBatch, RankRows, ReaderStep, StepExplained, explain
 from lakeckpt.cli.output import TextTable, format_count, format_rows, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run, options_of

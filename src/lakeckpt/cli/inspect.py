@@ -14,7 +14,7 @@ from typing import Any
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.register import best_first
 from lakeckpt.checkpoint.ledger.audit import read_run
-from lakeckpt.checkpoint.ledger.records import SourceRecord, readers_in
+from lakeckpt.checkpoint.ledger.source_records import SourceRecord, readers_in
 from lakeckpt.checkpoint.ledger.verify import Kept
 from lakeckpt.checkpoint.persist.history import History
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json
@@ -128,7 +128,7 @@ def _place_of(record: SourceRecord) -> dict[str, Any]:
         done = {epoch: intervals.size for epoch, intervals in consumed(state).items()}
     except StateError as error:
         return {"unreadable": str(error)}
-    epoch, rows_of = state.epoch, state.identity.rows_of
+    epoch, rows_of = state.epoch, state.rows_of
     if state.identity.endless:
         epoch = next(one for one in range(max(done, default=0) + 2) if done.get(one, 0) < rows_of(one))
     lanes, batch_size, world_size = state.segment.topology

@@ -5,19 +5,22 @@ goes on, so that micro-batches are the same for every number of ranks that divid
 re-cut: positions are divided, never permuted again. If consumption depends on the data, frontiers stay while the number
 of lanes does; a re-cut gives each position that has begun to the lane it falls to, at its offset.
 
+`without` excludes positions: they count as consumed, and what is left is re-cut.
+
 The module never reads a row, and never communicates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.lanes import Rest
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.state import MAX_EPOCH, Frontier, Held, Segment, State, lanes_of
+from lakeckpt.core.state import MAX_EPOCH, Frontier, Held, Segment, State, inside, lanes_of
 from lakeckpt.errors import StateError
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "rebase",
     "replan",
     "start",
+    "without",
 ]
 
 MAX_SEGMENTS = 32
@@ -60,7 +64,7 @@ def start(identity: Identity, *, epoch: int, num_lanes: int, batch_size: int, wo
 
 
 def _unread(identity: Identity, segment: Segment) -> Held | None:
-    """Return the frontiers of lanes of which nothing was consumed; None in lockstep."""
+    """Return the frontiers of lanes that nothing was consumed of; None in lockstep."""
     if identity.maker is None:
         return None
     nothing = (0,) * segment.num_lanes
@@ -122,6 +126,36 @@ def _with_lanes(plan: Plan, opened: Segment) -> State:
         return replace(state, segments=(opened,), bases=(plan.left,), begun=plan.begun, held=held)
     assert state.held is not None
     return replace(state, segments=(opened,), held=replace(state.held, ranks=Intervals.whole(opened.world_size)))
+
+
+def without(
+    state: State,
+    opened: Segment,
+    excluded: Sequence[Mapping[int, Intervals]],
+    orders: Sequence[Identity],
+) -> State:
+    """Return ``state``, of the whole job, going on in the segment ``opened`` without some positions.
+
+    ``excluded`` are, for each order, positions of epochs that have begun. ``orders`` are those of epochs that begin
+    later; an epoch that has begun keeps its own.
+    """
+    plans = [Plan(one) for one in of_each(state)]
+    bases = tuple(_rest_without(*each) for each in zip(plans, excluded, orders, strict=True))
+    first = plans[0]
+    held = _unread(first.state.identity, opened)
+    begun = () if held is None else inside(bases[0], first.state.identity, first.begun)
+    return replace(state, orders=tuple(orders), segments=(opened,), bases=bases, begun=begun, held=held)
+
+
+def _rest_without(plan: Plan, excluded: Mapping[int, Intervals], order: Identity) -> Rest:
+    rest, begun = plan.left, []
+    assert all(epoch < rest.next_epoch for epoch in excluded), "positions are excluded of epochs that have begun"
+    for left in rest.begun:
+        positions = left.positions.difference(excluded.get(left.epoch, Intervals.empty()))
+        before = plan.state.order_of(left.epoch)
+        if positions or not order.endless:
+            begun.append(replace(left, positions=positions, order=None if before == order else before))
+    return Rest(begun=tuple(begun), next_epoch=rest.next_epoch)
 
 
 def rebase(state: State, identity: Identity) -> State:

@@ -27,7 +27,7 @@ def consumption(before: State, after: State) -> dict[int, Intervals]:
     begins = earlier.begun[0].epoch if earlier.begun else earlier.next_epoch
     found = {}
     for epoch in range(min(begins, *(left.epoch for left in later.begun), later.next_epoch), later.next_epoch):
-        rows = before.identity.rows_of(epoch)
+        rows = before.rows_of(epoch)
         was, still = earlier.of(epoch, rows), later.of(epoch, rows)
         if again := still.difference(was):
             raise StateMismatch(
@@ -59,10 +59,13 @@ def _check_comparable(before: State, after: State) -> None:
 
 
 def consumed(state: State) -> dict[int, Intervals]:
-    """Return which positions of the current epoch (of an endless stream: of every epoch so far) have been consumed."""
+    """Return which positions of the current epoch (of an endless stream: of every epoch so far) have been consumed.
+
+    Epochs that are over are counted in the order of the state; that they had another one, a state does not say.
+    """
     rest = Plan(state).left
     epochs = range(state.epoch, rest.next_epoch)  # the state of a stream is of epoch 0
-    rows = {epoch: state.identity.rows_of(epoch) for epoch in epochs}
+    rows = {epoch: state.rows_of(epoch) for epoch in epochs}
     every = {epoch: Intervals.whole(rows[epoch]).difference(rest.of(epoch, rows[epoch])) for epoch in epochs}
     return {epoch: positions for epoch, positions in every.items() if positions}
 

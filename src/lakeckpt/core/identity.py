@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from lakeckpt.core.hashing import PERMUTATION_VERSION, derive_key
-from lakeckpt.core.lanes import Tail
-from lakeckpt.core.order import OrderSpec
+from lakeckpt.core.order import OrderSpec, Tail
 from lakeckpt.wire.documents import Count, Positive, as_row
 
 __all__ = ["MAX_ROWS", "Exhausted", "Identity", "Maker", "Mixing"]
@@ -77,6 +76,9 @@ class Identity:
     """Tokens of a packed sequence; 1: rows are read."""
     tokens: Count = 0
     """Tokens of an epoch of packed sequences; 0: rows are read."""
+    phase: Count = 0
+    """The token of epoch 0 at which its first sequence begins, or would begin: of an endless stream of packed sequences
+    that goes on with other row groups than it began with. Else 0."""
     permutation_version: Positive = PERMUTATION_VERSION
     version: str = field(default="", compare=False)
     """The format's name for the table version, for people; empty if it has none. It decides nothing."""
@@ -91,6 +93,8 @@ class Identity:
             raise ValueError("an endless stream has epochs of at least one row, got 0")
         if self.tokens > MAX_ROWS or (self.rows != -(-self.tokens // self.unit) if self.unit > 1 else self.tokens):
             raise ValueError(f"{self.tokens} tokens are not packed into {self.rows} sequences of {self.unit}")
+        if not 0 <= self.phase < self.unit or (self.phase and not self.endless):
+            raise ValueError(f"sequences of {self.unit} tokens cannot begin at token {self.phase}")
 
     @property
     def digest(self) -> str:
@@ -101,7 +105,8 @@ class Identity:
         """Return the positions of ``epoch``: of packed sequences, those of an endless stream's epochs differ by one."""
         if self.unit == 1 or not self.endless:
             return self.rows
-        return -(-(epoch + 1) * self.tokens // self.unit) - -(-epoch * self.tokens // self.unit)
+        low, high = (one * self.tokens - self.phase for one in (epoch, epoch + 1))
+        return -(-high // self.unit) - -(-low // self.unit)
 
     def of_version(self, other: Identity) -> Identity:
         """Return this identity with the table version and the row selection of ``other``."""

@@ -91,7 +91,7 @@ class Intervals:
 
     @classmethod
     def from_plain(cls, value: object) -> Intervals:
-        """Return what `to_plain` made ``value`` of; ValueError if it made none such."""
+        """Return what `to_plain` made ``value`` of; ValueError if ``value`` is not such a value."""
         if not isinstance(value, (list, tuple)) or len(value) % 2 or not all(type(one) is int for one in value):
             raise ValueError(f"intervals are a list of gaps and lengths, got {value!r:.80}")
         if sum(map(abs, value)) >= 1 << 63:

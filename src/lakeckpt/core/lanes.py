@@ -28,20 +28,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.order import lane_bounds
+from lakeckpt.core.order import Tail, lane_bounds
 from lakeckpt.core.receipts import Span
 from lakeckpt.wire.documents import Count, as_row
 
-__all__ = ["EpochDeal", "Left", "Rest", "Tail", "micro_batches", "rows_before", "spans_of", "turns"]
+__all__ = ["EpochDeal", "Left", "Rest", "micro_batches", "rows_before", "spans_of", "turns"]
 
 Int64Array = npt.NDArray[np.int64]
-Tail = Literal["short", "drop", "carry"]
 
 
 @as_row
@@ -53,6 +52,8 @@ class Left:
     num_lanes: Count
     rotation: Count
     positions: Intervals
+    order: Identity | None = None
+    """The order that it began with, if epochs that begin later have another one; None: it is that of the state."""
 
     def __post_init__(self) -> None:
         if self.epoch < 0 or self.num_lanes < 1 or not 0 <= self.rotation < self.num_lanes:
@@ -168,9 +169,11 @@ class EpochDeal:
                 low += self._shift
                 return [Span(epoch=self.left.epoch, start=low, stop=low + self.batch_size)]
             return spans_of(self.left.epoch, self.left.positions.take(low, low + self.batch_size))
-        limit = self.limits[lane : lane + 1].repeat(2)
-        inside = rows_before(limit, self.count, self.batch_size, np.array([turn, turn + 1]))
-        return spans_of(self.left.epoch, self.left.positions.take(start + int(inside[0]), start + int(inside[1])))
+        return self.lane_spans(lane, self.done(lane, turn), self.done(lane, turn + 1))
+
+    def done(self, lane: int, turn: int) -> int:
+        """Return how many positions ``lane`` gives in its first ``turn`` micro-batches."""
+        return int(rows_before(self.limits[lane : lane + 1], self.count, self.batch_size, np.array([turn]))[0])
 
     def lane_spans(self, lane: int, start: int, stop: int) -> list[Span]:
         """Return the ``start``-th to ``stop``-th (exclusive) positions of ``lane``."""
@@ -209,6 +212,7 @@ class EpochDeal:
             positions=positions,
             num_lanes=self.left.num_lanes,
             rotation=self.left.rotation,
+            order=self.left.order,
         )
         return Rest(begun=(left,), next_epoch=self.left.epoch + 1)
 

@@ -88,8 +88,8 @@ def merge_states(parts: Iterable[Mapping[str, Any]]) -> dict[str, object]:
     part. If all states are of the whole job (ranks in lockstep, or before the first batch of an epoch), they are equal,
     and one of them is returned.
 
-    Raises `StateMismatch` if the states are not of one cut (it names what differs), `StateError` if one is none, and if
-    the part of a rank is missing, or is there twice.
+    Raises `StateMismatch` if the states are not of one cut (it names what differs), `StateError` if one is not a state,
+    and if the part of a rank is missing, or is there twice.
     """
     states = [State.from_plain(part) for part in parts]
     if states and all(one == states[0] and one.is_whole for one in states):

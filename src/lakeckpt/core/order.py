@@ -22,16 +22,20 @@ It never reads a row, and never depends on ranks, loader workers or time.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from lakeckpt.core.hashing import MAX_PERMUTED, derive_key, hash64, permutation
 
-__all__ = ["EpochLayout", "Fragment", "OrderSpec", "Window", "lane_bounds"]
+__all__ = ["EpochLayout", "Fragment", "OrderSpec", "Tail", "Window", "lane_bounds"]
 
 Int64Array = npt.NDArray[np.int64]
+Tail = Literal["short", "drop", "carry"]
+"""What the end of an epoch does with rows that fill no micro-batch (`lakeckpt.core.lanes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,17 +160,19 @@ class EpochLayout:
         *,
         unit: int = 1,
         endless: bool = False,
+        phase: int = 0,
     ) -> EpochLayout:
         """Lay out ``epoch`` over row groups of ``group_rows`` rows each (int64, shape (row groups,)).
 
-        With a ``unit``, ``group_rows`` counts tokens; ``endless``: its last position goes on in the next epoch.
+        With a ``unit``, ``group_rows`` counts tokens; ``endless``: its last position goes on in the next epoch, and the
+        positions of epoch 0 begin at token ``phase``.
         """
         if epoch < 0 or not 0 <= rotation < num_lanes:
             raise ValueError(f"no such layout: epoch {epoch}, {num_lanes} lanes, rotation {rotation}")
         order, begins = _ordered(group_rows, spec, epoch)
         every = int(begins[-1])
         goes_on = endless and unit > 1
-        first = -epoch * every % unit if goes_on else 0
+        first = (phase - epoch * every) % unit if goes_on else 0
         return cls(
             spec=spec,
             epoch=epoch,
@@ -218,6 +224,26 @@ class EpochLayout:
             found.append(self.window_at(start))
             start = found[-1].stop
         return found
+
+    def holding(self, groups: Collection[int]) -> list[tuple[int, int]]:
+        """Return the positions [start, stop) of all windows that hold rows (packed: tokens) of row groups ``groups``.
+
+        Windows may be named twice.
+        """
+        unit, origin = self.unit, self.first
+        found = []
+        for at in np.flatnonzero(np.isin(self.order, list(groups))).tolist():
+            low, high = (int(one) - origin for one in self.begins[at : at + 2])
+            found += self.windows(max(low // unit, 0), min(-(-high // unit), self.rows))
+        if self.following is not None and self.rows:
+            last = self.window_at(self.rows - 1)
+            found += [last] if any(part.group in groups for part in last.fragments) else []
+        return [(window.start, window.stop) for window in found]
+
+    def taken_before(self, groups: Collection[int]) -> int:
+        """Return how many tokens, those of ``groups`` left out, the last position of the epoch before takes."""
+        taken = _fragments(self.order, self.begins, 0, 0, self.first)
+        return sum(part.rows for part in taken if part.group not in groups)
 
     def locate(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the row group and the row in it of each of ``positions`` (int64, shape (n,) each).

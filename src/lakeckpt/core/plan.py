@@ -12,9 +12,9 @@ a table or changes a state.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from lakeckpt.core.streams.mixing import Share
 from lakeckpt.core.streams.stream import StreamDeal
 from lakeckpt.errors import StateError
 
-__all__ = ["Assignment", "LayoutKey", "Plan", "deal_key", "deals"]
+__all__ = ["Assignment", "LaneRest", "LayoutKey", "Plan", "cut_spans", "deal_key", "deals"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,10 @@ class LayoutKey:
     epoch: int
     num_lanes: int
     rotation: int
+    phase: int = 0
+    table: str = ""
+    """The index of the table by which it is laid out, if epochs that begin later have another one; empty: that of the
+    state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,11 @@ class Assignment:
     """How many lanes this rank has."""
 
 
+LaneRest = tuple[Callable[[int, int], list[Span]], int, int | None]
+"""What is left of a lane: what returns its ``start``-th to ``stop``-th positions, how many of them are consumed, and
+how many it has; None: it has no end."""
+
+
 class Plan:
     """The consequences of a reader state, or of a mixture as one of its sources sees it (`State.of`). Made once for a
     segment; `assignment` takes any step of the segment.
@@ -61,6 +70,8 @@ class Plan:
         self.state = state
         self.segment = state.segment
         self.deal, self.recut = deque(deals(state), maxlen=1).pop()
+        self.first = self.deal.first
+        """The first micro-batch of the deal."""
         self._recent: tuple[LayoutKey, ...] = ()
         self._end = None if state.held else self.deal.end
         """One past the last micro-batch; None: there is none, or its number depends on the data."""
@@ -92,6 +103,11 @@ class Plan:
         world_size, first = self.segment.world_size, self.micro_batch(step)
         is_whole = self.micro_batch(step + 1) - first == world_size
         return (first + rank) % self.segment.num_lanes // world_size if is_whole else 0
+
+    def lane_rest(self, lane: int, turn: int) -> LaneRest:
+        """Return what is left of a lane of the deal after its first ``turn`` micro-batches."""
+        end = None if self.sizes is None else self.sizes[lane]
+        return partial(self.deal.lane_spans, lane), self.deal.done(lane, turn), end
 
     def assignment(self, step: int, rank: int, *, row_wise: bool = False) -> Assignment:
         """Return what ``rank`` gets in ``step``; ``row_wise``: the rank never gets a micro-batch without a row."""
@@ -150,7 +166,7 @@ class Plan:
         spans = [span for number in range(first, stop) for span in self.deal.spans(number)]
         share, extra = divmod(sum(span.rows for span in spans), self.segment.world_size)
         low = rank * share + min(rank, extra)
-        return _cut_spans(spans, low, low + share + (rank < extra))
+        return cut_spans(spans, low, low + share + (rank < extra))
 
     def rest(self, step: int) -> Rest:
         """Return what is left when ``step`` steps are done, in lockstep."""
@@ -242,7 +258,9 @@ class Plan:
     def layout(self, epoch: int) -> LayoutKey:
         """Return the layout of ``epoch``."""
         num_lanes, rotation = self.deal.layout(epoch)
-        return LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation)
+        order = self.state.order_of(epoch)
+        table = order.table if order is not self.state.identity else ""
+        return LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation, phase=order.phase, table=table)
 
     @cached_property
     def _begun(self) -> dict[tuple[int, int], int]:
@@ -287,6 +305,7 @@ def _deal(state: State, segment: Segment, rest: Rest | None) -> EpochDeal | Stre
             rows=identity.tokens or identity.rows,
             start=rest,
             unit=identity.unit,
+            phase=identity.phase,
             share=_share(state, segment),
         )
     whole = Left(epoch=state.epoch, positions=Intervals.whole(identity.rows), num_lanes=num_lanes, rotation=0)
@@ -308,7 +327,7 @@ def _share(state: State, segment: Segment) -> Share | None:
     )
 
 
-def _cut_spans(spans: Iterable[Span], start: int, stop: int) -> list[Span]:
+def cut_spans(spans: Iterable[Span], start: int, stop: int) -> list[Span]:
     """Return the ``start``-th to ``stop``-th (exclusive) rows of ``spans``."""
     cut, before = [], 0
     for span in spans:

@@ -123,6 +123,6 @@ class Receipt:
 
     @classmethod
     def from_plain(cls, plain: object) -> Receipt:
-        """Return the receipt that `to_plain` made ``plain`` of; StateError if it is none."""
+        """Return the receipt that `to_plain` made ``plain`` of; StateError if ``plain`` is no receipt."""
         found: Receipt = from_plain(cls, plain, "a receipt", error=StateError)
         return found

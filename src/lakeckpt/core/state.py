@@ -194,7 +194,7 @@ class State:
         if not order.endless and (epochs != [self.epoch] or base.next_epoch != self.epoch + 1):
             raise ValueError(f"epochs {epochs} before {base.next_epoch} cannot be the rest of epoch {self.epoch}")
         for left in base.begun:
-            rows = order.rows_of(left.epoch)
+            rows = (left.order or order).rows_of(left.epoch)
             if left.positions and left.positions.stops[-1] > rows:
                 raise ValueError(f"the rest names positions outside of epoch {left.epoch} of {rows} rows")
 
@@ -246,6 +246,27 @@ class State:
         """The rest when the first of ``segments`` began; of a mixture, that of the source that is looked at."""
         assert self.mixing is None or self.source is not None, "a mixture has no order of its own"
         return self.bases[self.source or 0] if self.bases else None
+
+    def order_of(self, epoch: int) -> Identity:
+        """Return the order of ``epoch``, which is not over; of a mixture, of the source that is looked at."""
+        begun = () if self.base is None else self.base.begun
+        return next((left.order for left in begun if left.epoch == epoch and left.order is not None), self.identity)
+
+    def rows_of(self, epoch: int) -> int:
+        """Return the positions of ``epoch``, as `order_of`."""
+        return self.order_of(epoch).rows_of(epoch)
+
+    @property
+    def epoch_orders(self) -> tuple[Identity, ...]:
+        """The orders of the epochs that have begun and of those to come, of the source that is looked at."""
+        begun = () if self.base is None else self.base.begun
+        return tuple(dict.fromkeys([*(self.order_of(left.epoch) for left in begun), self.identity]))
+
+    @property
+    def every_order(self) -> tuple[Identity, ...]:
+        """The orders of all sources, and those that epochs began with before."""
+        before = [left.order for base in self.bases for left in base.begun if left.order is not None]
+        return (*self.orders, *dict.fromkeys(before))
 
     @property
     def is_endless(self) -> bool:
@@ -299,8 +320,9 @@ class State:
         del plain["source"]
         orders, bases = (plain.pop(name) for name in ("orders", "bases"))
         for order in orders:
-            if order["maker"] is None:
-                del order["maker"]
+            for name in ("maker", "phase"):
+                if not order[name]:
+                    del order[name]
         if self.held is None:
             del plain["held"], plain["begun"]
         if self.mixing is None:

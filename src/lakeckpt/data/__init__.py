@@ -10,7 +10,7 @@
                     v
                 [source]: reads rows, within [memory] → [transform] → [batch] with a receipt
                     |
-                [loader] → [prefetch], if asked for → training loop; [counting] tells metrics what was delivered
+                [loader] → [device_prefetch], if asked for → training loop; [counting] tells metrics what was delivered
 
     [foreign/]: loaders and wrappers of other libraries. [base/]: what all of this stands on.
 """

@@ -98,7 +98,7 @@ class BaseDataset(IterableDataset[Any]):
 
     def _reading(self, rank: int) -> Iterator[Any]:
         """Return (receipt, batch) of each step of ``rank`` that is left of the epoch."""
-        return Ahead(self._source, self._progress.assignments(rank))
+        return Ahead(self._source, self._progress.stretches(), rank, row_wise=self.row_wise)
 
     def _iterate(self, rank: int, iteration: int) -> Generator[Any]:
         progress = self._progress

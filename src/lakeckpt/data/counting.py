@@ -85,7 +85,7 @@ def _epochs(state: State) -> float:
     if state.held is not None:
         return float(state.epoch)
     rest = Plan(state).rest(state.step)
-    left = sum(one.positions.size / state.identity.rows_of(one.epoch) for one in rest.begun if one.positions)
+    left = sum(one.positions.size / state.rows_of(one.epoch) for one in rest.begun if one.positions)
     return rest.next_epoch - left
 
 

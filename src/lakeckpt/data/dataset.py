@@ -15,8 +15,7 @@ from typing import Any, Literal
 from torch.utils.data import get_worker_info
 
 from lakeckpt.core.identity import Identity
-from lakeckpt.core.lanes import Tail
-from lakeckpt.core.order import OrderSpec
+from lakeckpt.core.order import OrderSpec, Tail
 from lakeckpt.core.plan import Plan
 from lakeckpt.data.base_dataset import BaseDataset
 from lakeckpt.data.flows.arguments import check_flow, check_no_workers, feed_of, parts_of
@@ -202,7 +201,7 @@ class LakeDataset(BaseDataset):
 
     @property
     def _version(self) -> str:
-        return self.table.index.digest
+        return " ".join((self.table.index.digest, *self._source.earlier))
 
     @property
     def identity(self) -> Identity:
@@ -243,7 +242,7 @@ class LakeDataset(BaseDataset):
         """The rows that the filter keeps of each row group, or the tokens that are packed; None without either. Counted
         now, if not before.
 
-        Of the ranks of a job, the first that asks counts, and the others wait for its counts.
+        The first rank of a job that asks counts, and the others wait for its counts.
         """
         return self._versions.at_hand.selection
 

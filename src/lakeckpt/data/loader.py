@@ -373,7 +373,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         """Go on from ``state`` at the next iteration.
 
         Raises StateMismatch, without a change, if the state is of another order of rows; it says what differs.
-        StateError if it is none of a LakeLoader, or none that a job comes to.
+        StateError if it is no state of a LakeLoader, or one that no job can be in.
         """
         self._check_goes_on()
         found, counts = self._progress.read(state), counts_steps()

@@ -161,7 +161,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Refuse ``value`` if it is none of ``allowed``."""
+    """Refuse ``value`` if it is not one of ``allowed``."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {shown(value)}")
 

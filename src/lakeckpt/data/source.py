@@ -8,22 +8,25 @@ readers that it makes do.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 from torch.utils.data import get_worker_info
 
 from lakeckpt.core.order import EpochLayout
-from lakeckpt.core.plan import Assignment, LayoutKey
+from lakeckpt.core.plan import Assignment, LayoutKey, Plan
 from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.data.batch import Batch, texts
 from lakeckpt.data.memory import Budget, Reads, budget_of
 from lakeckpt.data.options import ReadOptions
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.transform import TransformContext
+from lakeckpt.errors import StateMismatch
 from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.ragged import Ragged
 from lakeckpt.reading.filters.decoder import FilteredDecoder
@@ -33,11 +36,13 @@ from lakeckpt.reading.packed.whole import WholeDecoder
 from lakeckpt.reading.packed.window import SequenceDecoder
 from lakeckpt.reading.windows.cache import Decoding, windows_held_of
 from lakeckpt.reading.windows.decode import RowGroupDecoder, select_columns
-from lakeckpt.reading.windows.positions import Announced, PositionReader
+from lakeckpt.reading.windows.lanes import windows_of
+from lakeckpt.reading.windows.positions import Opened, PositionReader
 from lakeckpt.reading.windows.threads import Threads, usual_threads
 
 __all__ = ["BatchSource", "Items", "Iterations", "Output", "delivered", "gives", "row_of"]
 
+Int64Array = npt.NDArray[np.int64]
 Output = Literal["torch", "numpy", "arrow"]
 _LAYOUTS_KEPT = 4
 
@@ -105,6 +110,8 @@ class BatchSource(Iterations):
         self._transform = transform
         self._row_wise = row_wise
         self.memory_limit_bytes = options.memory_limit_bytes
+        self._earlier: dict[str, tuple[Int64Array, int]] = {}
+        """Digest of a table's index → the positions that it counts, as `know` was given them."""
         self.pin(pinned)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,43 +131,52 @@ class BatchSource(Iterations):
         self._idle: tuple[int, PositionReader] | None = None
         """The lanes and the reader of an iteration that is over: its memory serves the next one."""
 
-    width = 1
-    """How many tables a micro-batch may have rows of."""
+    def know(self, table: str, counted: tuple[Int64Array, int]) -> None:
+        """Lay out the epochs that began with the index ``table`` by what it ``counted`` (`Pinned.counted`)."""
+        self._earlier[table] = counted
 
-    @staticmethod
-    def is_ready(announced: Announced) -> bool:
-        """Return whether `take` would not wait."""
-        return PositionReader.is_ready(announced)
+    @property
+    def earlier(self) -> tuple[str, ...]:
+        """The indexes that were made known."""
+        return tuple(sorted(self._earlier))
 
     @property
     def transform(self) -> Callable[..., Any] | None:
         """The transform that batches or rows go through; picklable where the user's function is."""
         return self._transform
 
-    def announce(self, reader: PositionReader, assignment: Assignment) -> Announced:
-        """Announce the rows of ``assignment`` to ``reader``, which is one of `new_reader`. Raises `LakeckptError`."""
-        return self.announce_spans(reader, assignment.receipt.spans, assignment.layouts)
+    def follow(self, reader: PositionReader, plan: Plan, turns: Iterable[tuple[int, int]], share: float = 1.0) -> None:
+        """Have ``reader``, one of `new_reader`, read ahead lanes of ``plan``, given as (turn, lane). ``share``: see
+        `lakeckpt.reading.windows.cache.WindowCache.follow`."""
+        rests = [plan.lane_rest(lane, turn) for turn, lane in turns]
+        reader.windows.follow([windows_of(one, lambda epoch: self._layout(plan.layout(epoch))) for one in rests], share)
 
-    def announce_spans(self, reader: PositionReader, spans: tuple[Span, ...], keys: tuple[LayoutKey, ...]) -> Announced:
-        """Announce ``spans``, in the layouts that ``keys`` name, as `announce`."""
+    def open(self, reader: PositionReader, assignment: Assignment) -> Opened:
+        """Begin to decode the rows of ``assignment`` by ``reader``, which is one of `new_reader`. Raises
+        `LakeckptError`."""
+        return self.open_spans(reader, assignment.receipt.spans, assignment.layouts)
+
+    def open_spans(self, reader: PositionReader, spans: tuple[Span, ...], keys: tuple[LayoutKey, ...]) -> Opened:
+        """Begin to decode ``spans``, in the layouts that ``keys`` name, as `open`."""
         known, layout = self._recent
         if keys is known and len(spans) == 1:  # nearly all are
-            return reader.announce(((layout, spans[0].start, spans[0].stop),))
+            return reader.open(((layout, spans[0].start, spans[0].stop),))
         layouts = {key.epoch: self._layout(key) for key in keys}
         if len(layouts) == 1:
             self._recent = keys, next(iter(layouts.values()))
-        return reader.announce([(layouts[s.epoch], s.start, s.stop) for s in spans])
+        return reader.open([(layouts[s.epoch], s.start, s.stop) for s in spans])
 
-    def take(self, reader: PositionReader, announced: Announced, receipt: Receipt) -> Any:
-        """Return what the loop gets for the rows that were announced to ``reader``: a batch, or a row."""
-        rows = self.columns(reader, announced)
+    def take(self, reader: PositionReader, opened: Opened, receipt: Receipt) -> Any:
+        """Return what the loop gets for the rows that ``reader`` has opened: a batch, or a row."""
+        rows = self.columns(reader, opened)
         if self.output != "arrow":
             rows = delivered(rows)
         return self._finished(rows if self.output == "arrow" else Batch(rows, receipt), receipt)
 
-    def columns(self, reader: PositionReader, announced: Announced) -> Any:
-        """Return the columns of the rows that were announced to ``reader``, or an Arrow table, without a transform."""
-        rows = reader.take(announced)
+    def columns(self, reader: PositionReader, opened: Opened, *, raw: bool = False) -> Any:
+        """Return the columns of the rows that ``reader`` has opened, or an Arrow table, without a transform. ``raw``:
+        they hold arrays in any case."""
+        rows = reader.take(opened, raw=raw)
         for name in () if self.output == "arrow" else self._texts:
             rows[name] = texts(rows[name])
         return rows
@@ -244,15 +260,33 @@ class BatchSource(Iterations):
     def _layout(self, key: LayoutKey) -> EpochLayout:
         layout = self._layouts.get(key)
         if layout is None:
-            found = None if self._selecting is None else self._selecting.get()
-            rows, unit = (self._table.index.group_rows, 1) if found is None else (found.group_rows, found.unit)
+            rows, unit = self._counted(key)
             layout = EpochLayout.build(
-                rows, self._spec, key.epoch, key.num_lanes, key.rotation, unit=unit, endless=self._endless
+                rows,
+                self._spec,
+                key.epoch,
+                key.num_lanes,
+                key.rotation,
+                unit=unit,
+                endless=self._endless,
+                phase=key.phase,
             )
             while len(self._layouts) >= _LAYOUTS_KEPT:
                 self._layouts.pop(next(iter(self._layouts)))
             self._layouts[key] = layout
         return layout
+
+    def _counted(self, key: LayoutKey) -> tuple[Int64Array, int]:
+        """Return the positions of each row group that the layout ``key`` counts, and how many make a position."""
+        if key.table:
+            if key.table not in self._earlier:
+                raise StateMismatch(
+                    f"epoch {key.epoch} began with other excluded row groups (exclude=), and only the run knows which: "
+                    "restore it by CheckpointManager.restore(), or lakeckpt.load"
+                )
+            return self._earlier[key.table]
+        found = None if self._selecting is None else self._selecting.get()
+        return (self._table.index.group_rows, 1) if found is None else (found.group_rows, found.unit)
 
 
 def delivered(columns: Mapping[str, Any]) -> dict[str, Any]:

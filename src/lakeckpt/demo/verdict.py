@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.checkpoint.ledger.report import AuditReport
+from lakeckpt.checkpoint.ledger.audit_report import AuditReport
 from lakeckpt.demo.records import Launch, RecordedStep, TokenCount, count_tokens, surviving_steps
 from lakeckpt.demo.scenario import LENGTH, NUM_LANES, DemoConfig
 from lakeckpt.demo.supervise import Death

@@ -187,7 +187,7 @@ class _Piece:
         return flat.detach().narrow(0, self.offset, end - start)
 
     def whole(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the whole, of which this rank has what lies in ``flat``."""
+        """Return the whole. This rank has the part that lies in ``flat``."""
         part = self.part(flat)
         # Empty parts of one memory would be taken for tied tensors.
         local = part.view(-1, *self.shape[1:]) if part.numel() else flat.new_empty((0, *self.shape[1:]))

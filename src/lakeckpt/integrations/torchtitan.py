@@ -155,9 +155,9 @@ class LakeCheckpoint(BaseCheckpointManager):
     """The checkpoints of a Trainer, as a run of lakeckpt in ``folder`` of the Trainer's dump folder.
 
     The run holds the model's parts, the optimizers, the schedulers, the Trainer's own state and the reader. The
-    Trainer's loader must be a `LakeDataLoader`. Of torchtitan's options, ``interval``, ``keep_latest_k``, ``load_step``
-    and ``enable_first_step_checkpoint`` are used. The last step is always saved whole. ConfigError for the options that
-    load or write other formats.
+    Trainer's loader must be a `LakeDataLoader`. It uses torchtitan's options ``interval``, ``keep_latest_k``,
+    ``load_step`` and ``enable_first_step_checkpoint``. The last step is always saved whole. ConfigError for the options
+    that load or write other formats.
     """
 
     @dataclass(kw_only=True, slots=True)

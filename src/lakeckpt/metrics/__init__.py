@@ -7,7 +7,7 @@ counted in any case, and computed when somebody asks for them.
 
     counters of the process → [collect], by the names of [catalogue] → readings → [prometheus]
                                                                                   [open_telemetry]
-                                                                                  [scalars]: TensorBoard
+                                                                                  [tensorboard]: TensorBoard
 """
 
 from __future__ import annotations
@@ -16,6 +16,6 @@ from lakeckpt.metrics.catalogue import METRICS, Metric
 from lakeckpt.metrics.collect import Reading, read, readings
 from lakeckpt.metrics.open_telemetry import export
 from lakeckpt.metrics.prometheus import Collector, Endpoint, serve
-from lakeckpt.metrics.scalars import log
+from lakeckpt.metrics.tensorboard import log
 
 __all__ = ["METRICS", "Collector", "Endpoint", "Metric", "Reading", "export", "log", "read", "readings", "serve"]

@@ -30,10 +30,10 @@ class Reading:
 
 
 def readings() -> list[Reading]:
-    """Return all that is known now; of metrics that nothing is known of, nothing.
+    """Return all metrics that are known now.
 
-    Of several loaders with one name, counters are added up and gauges are those of the newest. A loader that no manager
-    tracks has the name ``loader``.
+    If several loaders have one name, their counters are added up, and gauges are those of the newest. A loader that no
+    manager tracks has the name ``loader``.
     """
     looked = READERS.looked()  # before the sums: it brings names up to date
     runs = RUNS.living

@@ -27,7 +27,7 @@ _UNITS = {"seconds": "s", "bytes": "By", "": ""}
 def export(meter: Any) -> None:
     """Create an observable instrument of ``meter`` (``opentelemetry.metrics.get_meter("training")``) for each metric.
 
-    Call it once for a meter. Raises `ConfigError` if ``meter`` is none, or opentelemetry-api is not installed.
+    Call it once for a meter. Raises `ConfigError` if ``meter`` is no meter, or opentelemetry-api is not installed.
     """
     try:
         from opentelemetry.metrics import Meter, Observation

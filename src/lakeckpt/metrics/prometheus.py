@@ -87,7 +87,8 @@ def serve(port: int = 0, *, host: str = "127.0.0.1") -> Endpoint:
     listens on this node alone, unless ``host`` names another address of it; ``"0.0.0.0"``: all of them.
 
     If another process listens on the port, training goes on: a warning says so, and `Endpoint.port` is 0. Raises
-    `ConfigError` if prometheus_client is not installed, for a port that is none, and for a host that is not this node.
+    `ConfigError` if prometheus_client is not installed, for a port that is not valid, and for a host that is not this
+    node.
     """
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
         raise ConfigError(f"a port is an integer from 0 to 65535, and 0 takes any free one, got {port!r}")

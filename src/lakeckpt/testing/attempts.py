@@ -76,7 +76,7 @@ def script(history: Sequence[Attempt], arguments: Iterable[str] = ()) -> str:
 
 
 def count(name: str, value: Any, *, least: int, otherwise: str = "") -> int:
-    """Return ``value`` as an integer; ConfigError if it is none, or below ``least``.
+    """Return ``value`` as an integer; ConfigError if it is no integer, or below ``least``.
 
     ``otherwise`` says, for people, what it may be instead.
 

@@ -6,7 +6,7 @@
                                                                         |
     facts of each rank → [exchange] (the job's store) → [rounds] → [tally] → the same answer on every rank
                              |
-                             +-- [waiting]: until another rank has written; [peers]: or its process has ended
+                             +-- [waiting]: until another rank has written, or is known not to ([obstacles])
                              +-- [notes]: errors, as a kind and a text
                              v
     work that may fail on one rank → [votes] → fails on all, or on none

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
-from typing import TypeVar
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -23,32 +23,30 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lakeckpt.data.base.torch_private import job_store
 from lakeckpt.errors import LakeckptError, MissingRanksError
-from lakeckpt.tracking.notes import LEFT, STOPPED, Note, error_to_text
-from lakeckpt.tracking.peers import PROCESS, Peers, own_process
+from lakeckpt.tracking.obstacles import PROCESS, JobObstacles, Notes, Obstacles, own_process
 from lakeckpt.tracking.rounds import Rounds, answer_to_bytes, facts_from_bytes, tally_from_bytes
 from lakeckpt.tracking.tally import Tally, name_ranks, ranks_of
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter, poll
 
 __all__ = ["Exchange", "StoreExchange", "exchange_of_group"]
 
-_T = TypeVar("_T")
 _PAUSE_S = 0.1
 """The longest pause between two looks into the store."""
 _FAREWELL_S = 5.0
+_DEATH_S = 0.5
+"""How long the end of a process may take, whose store is gone."""
 
 
-class Exchange(Rounds):
+class Exchange(Rounds, Notes):
     """Messages between the ranks of a job. One thread of each rank calls it, in the same order on every rank.
 
-    This class serves a job of one rank, which has nobody to leave notes for.
+    This class serves a job of one rank.
     """
 
-    def publish(self, key: str, data: bytes, /) -> None:
-        """Write a note that every rank can read; never waits for another rank."""
-
-    def peek(self, key: str, /) -> bytes | None:
-        """Return the note of that key; None if there is none, and if the store that held it is gone."""
-        return None
+    def __init__(self, *, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(rank=rank, world_size=world_size)
+        self.obstacles = Obstacles(rank)
+        """Why waiting for other ranks is in vain. Any thread may ask."""
 
     def fetch(self, key: str, /) -> bytes:
         """Wait for a note of rank 0 and return it. All other ranks fetch it once; the last of them removes it.
@@ -56,10 +54,6 @@ class Exchange(Rounds):
         Raises `MissingRanksError` if the note does not come within the timeout, or rank 0 has stopped.
         """
         raise NotImplementedError
-
-    def ended(self) -> int | None:
-        """Return a rank of this node whose process has ended; None if none is known. Any thread may call it."""
-        return None
 
     def close(self) -> None:
         """Remove the keys of the last round; no round follows. May be called again, and never raises."""
@@ -82,20 +76,21 @@ class StoreExchange(Exchange):
         self._name = uuid4().hex
         self._answers: list[str] = []  # keys of answers that are still in the store
         self._is_gone = False
-        self._peers: Peers | None = None
+        self.obstacles: JobObstacles = JobObstacles(self, rank)
         if rank:
             self._name = self._ask_for_the_name()
         self._store = PrefixStore(self._name, store)
-        self._peers = Peers(self.everyone({PROCESS: own_process()}), rank=rank)
+        self.obstacles.watch(self.everyone({PROCESS: own_process()}))
 
     # --- meeting: the store may hold keys of ranks that have died, as torchrun keeps it while it starts ranks again
 
     def _ask_for_the_name(self) -> str:
         """Return the name under which rank 0 keeps the keys of this exchange. The answer is to this process alone."""
         welcome = f"welcome/{self._name}"
-        with _reaching_the_store():
+        with self._reaching_the_store():
             self._entrance.set(f"hello/{self.rank}", self._name)
-            if self._poll(lambda: self._entrance.check([welcome]) or None, 2) is None:
+            look = partial(_checked, self._entrance, welcome)
+            if poll(look, waiter=self._waiter, timeout_s=2 * self._timeout_s, longest_s=_PAUSE_S) is None:
                 raise self._missing([0])
             name: str = self._entrance.get(welcome).decode("ascii")
             self._entrance.delete_key(welcome)
@@ -112,7 +107,7 @@ class StoreExchange(Exchange):
     # --- rounds
 
     def _send(self, number: int, data: bytes) -> None:
-        with _reaching_the_store():
+        with self._reaching_the_store():
             _set(self._store, _message(number, self.rank), data)
             if number:  # it is there where this rank has waited for rank 0 in vain
                 self._store.delete_key(_message(number - 1, self.rank))
@@ -123,16 +118,13 @@ class StoreExchange(Exchange):
         def look() -> bool | None:
             if number == 0:
                 self._welcome()
-            if self._store.check(list(keys.values())) or self._store.check([_answer(number)]):
-                return True
-            self._refuse_stopped(absent)
-            return None
+            return self._store.check(list(keys.values())) or self._store.check([_answer(number)]) or None
 
         def absent() -> list[int]:
             return [rank for rank, key in keys.items() if not self._store.check([key])]
 
-        with _reaching_the_store():
-            if self._poll(look, 1) is None:
+        with self._reaching_the_store():
+            if self._poll(look, 1, absent) is None:
                 raise self._missing(absent())
             if self._store.check([_answer(number)]):
                 raise self._missing([0])  # as a rank that has waited for this one has answered
@@ -145,46 +137,29 @@ class StoreExchange(Exchange):
 
     def _answer(self, number: int, data: bytes) -> bytes:
         self._answers.append(_answer(number))
-        with _reaching_the_store():
+        with self._reaching_the_store():
             return _put_once(self._store, _answer(number), data)
 
     def _await_answer(self, number: int) -> Tally:
-        def look() -> bytes | None:
-            if self._store.check([_answer(number)]):
-                found: bytes = self._store.get(_answer(number))
-                return found
-            self._refuse_stopped(lambda: [] if self._store.check([_answer(number)]) else [0])
-            return None
-
-        with _reaching_the_store():
-            answer = self._poll(look, 2)  # rank 0 may come late, and then waits for the others
-            if answer is None:
-                answer = _put_once(self._store, _answer(number), answer_to_bytes(self._missing([0])))
-            else:
+        look = partial(_checked, self._store, _answer(number))
+        with self._reaching_the_store():
+            # Rank 0 may come late, and then waits for the others.
+            if self._poll(look, 2, lambda: [] if look() else [0]):
+                answer: bytes = self._store.get(_answer(number))
                 self._store.delete_key(_message(number, self.rank))  # rank 0 sees by this that the answer was read
+            else:
+                answer = _put_once(self._store, _answer(number), answer_to_bytes(self._missing([0])))
         return tally_from_bytes(answer)
 
-    def _poll(self, look: Callable[[], _T | None], patience: int) -> _T | None:
-        return poll(look, waiter=self._waiter, timeout_s=patience * self._timeout_s, longest_s=_PAUSE_S)
-
-    def _refuse_stopped(self, absent: Callable[[], list[int]]) -> None:
-        """Raise if one of the ranks that are waited for has stopped. A rank may do its part and then stop."""
-        self._note_ended()
-        for key in (STOPPED, LEFT):
-            if self._store.check([key]):
-                note = Note.from_bytes(self._store.get(key))
-                if note.rank in absent():
-                    raise MissingRanksError(f"rank {note.rank} has stopped: {note.cause}")
-
-    def _note_ended(self) -> None:
-        """Leave the note of a rank whose process has ended without one. After a rank has left, the others may end."""
-        if (rank := self.ended()) is not None and not any(self._store.check([key]) for key in (STOPPED, LEFT)):
-            error = MissingRanksError(f"the process of rank {rank} has ended: see its log")
-            _set(self._store, STOPPED, Note(rank=rank, error=error_to_text(error)).to_bytes())
-
-    def ended(self) -> int | None:
-        """See `Exchange`."""
-        return None if self._peers is None else self._peers.ended()
+    def _poll(self, look: Callable[[], bool | None], patience: int, absent: Callable[[], Sequence[int]]) -> bool | None:
+        """Wait for the ranks that are ``absent``, which raises if one of them is gone."""
+        return poll(
+            look,
+            waiter=self._waiter,
+            timeout_s=patience * self._timeout_s,
+            longest_s=_PAUSE_S,
+            obstacles=lambda: self.obstacles.refuse_absent(absent),
+        )
 
     def _missing(self, ranks: Sequence[int]) -> MissingRanksError:
         return MissingRanksError(
@@ -197,20 +172,49 @@ class StoreExchange(Exchange):
             self._store.delete_key(key)
         self._answers.clear()
 
+    @contextlib.contextmanager
+    def _reaching_the_store(self) -> Iterator[None]:
+        """Raise `MissingRanksError` if the store fails."""
+        try:
+            yield
+        except LakeckptError:
+            raise
+        except RuntimeError as error:
+            self._is_gone = True
+            self._refuse_ended()
+            raise MissingRanksError(
+                "the store over which the ranks of this job talk is gone: its host (rank 0, or the launcher) has "
+                f"ended; see its log ({error})"
+            ) from error
+
+    def _refuse_ended(self) -> None:
+        """Raise if the process of a rank has ended. The kernel closes its connections before it reports its end."""
+        everyone = range(self.world_size)
+        poll(
+            lambda: None,
+            waiter=self._waiter,
+            timeout_s=_DEATH_S,
+            longest_s=_PAUSE_S,
+            obstacles=lambda: self.obstacles.refuse_absent(lambda: everyone),
+        )
+
     # --- notes
 
     def publish(self, key: str, data: bytes, /) -> None:
         """See `Exchange`."""
-        with _reaching_the_store():
+        with self._reaching_the_store():
             _set(self._store, key, data)
+
+    def publish_once(self, key: str, data: bytes, /) -> None:
+        """See `Exchange`."""
+        with self._reaching_the_store():
+            _put_once(self._store, key, data)
 
     def peek(self, key: str, /) -> bytes | None:
         """See `Exchange`. A store that is gone is not asked again, because torch then prints a page each time."""
         if self._is_gone:
             return None
         try:
-            if key == STOPPED:
-                self._note_ended()
             return self._store.get(key) if self._store.check([key]) else None
         except RuntimeError:
             self._is_gone = True
@@ -218,15 +222,9 @@ class StoreExchange(Exchange):
 
     def fetch(self, key: str, /) -> bytes:
         """See `Exchange`."""
-
-        def look() -> bool | None:
-            if self._store.check([key]):
-                return True
-            self._refuse_stopped(lambda: [] if self._store.check([key]) else [0])
-            return None
-
-        with _reaching_the_store():
-            if self._poll(look, 1) is None:
+        look = partial(_checked, self._store, key)
+        with self._reaching_the_store():
+            if self._poll(look, 1, lambda: [] if look() else [0]) is None:
                 raise MissingRanksError(f"rank 0 did not announce {key!r} within {self._timeout_s:g} s: see its log")
             data: bytes = self._store.get(key)
             if self._store.add(f"{key}/readers", 1) == self.world_size - 1:
@@ -237,8 +235,7 @@ class StoreExchange(Exchange):
     def close(self) -> None:
         """See `Exchange`. Rank 0, whose process may host the store, waits a moment for ranks that have not read the
         last answer yet."""
-        if self._peers is not None:
-            self._peers.close()
+        self.obstacles.close()
         if self.rank or not self._answers:
             return
         last = [_message(self._round - 1, rank) for rank in range(1, self.world_size)]
@@ -285,15 +282,6 @@ def _put_once(store: Store, key: str, data: bytes) -> bytes:
     return found
 
 
-@contextlib.contextmanager
-def _reaching_the_store() -> Iterator[None]:
-    """Raise `MissingRanksError` if the store fails."""
-    try:
-        yield
-    except LakeckptError:
-        raise
-    except RuntimeError as error:
-        raise MissingRanksError(
-            "the store over which the ranks of this job talk is gone: its host (rank 0, or the launcher) has ended; "
-            f"see its log ({error})"
-        ) from error
+def _checked(store: Store, key: str) -> bool | None:
+    """Return True if there is a value of that key, else None."""
+    return store.check([key]) or None

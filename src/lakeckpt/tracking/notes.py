@@ -1,22 +1,25 @@
 """This module encodes the errors that ranks, their agents and their workers send to each other: as a kind and a text.
 
-It is the only such encoding: answers of rounds, notes of failed saves, votes of a restore, and the orders and outcomes
-of an agent contain it. It imports without torch and starts no threads.
+It is the only such encoding: answers of rounds, obstacles, votes of a restore, and the orders and outcomes of an agent
+contain it. It imports without torch and starts no threads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from lakeckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    LakeckptError,
+    MissingRanksError,
+    SaveFailed,
+    StateError,
+    StorageError,
+    TrackingError,
+    UnsupportedValue,
+    error_of,
+)
 
-from lakeckpt.errors import CheckpointError, LakeckptError, StorageError, TrackingError, error_of
-
-__all__ = ["LEFT", "STOPPED", "Note", "error_from_text", "error_to_text"]
-
-STOPPED = "stopped"
-"""The key of the note of a rank that takes part in no further round: ranks that wait for it stop waiting."""
-LEFT = "left"
-"""As `STOPPED`, of a rank that has closed its manager well: its process may end, and nothing has failed."""
-_MOST_BYTES = 4000
+__all__ = ["error_from_text", "error_to_text", "save_error"]
 
 
 def error_to_text(error: BaseException) -> str:
@@ -42,28 +45,12 @@ def error_from_text(text: str, *, prefix: str = "", otherwise: type[LakeckptErro
     return error_of(kind, prefix + message, otherwise=otherwise)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """A note of a rank that a save fails on it, or that it stops."""
-
-    rank: int
-    error: str
-    """The cause, as `error_to_text` returns it."""
-    first: int = 0
-    """The number of the first save that the note is about."""
-
-    @property
-    def cause(self) -> str:
-        """The message of the error."""
-        return self.error.partition(": ")[2]
-
-    def to_bytes(self) -> bytes:
-        """Return the note as bytes; a long text is cut off."""
-        return f"{self.rank} {self.first}\n{self.error}".encode("utf-8", "replace")[:_MOST_BYTES]
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Note:
-        """Return the note that `to_bytes` made ``data`` of. Raises ValueError for other bytes."""
-        numbers, _, error = data.decode("utf-8", "replace").partition("\n")
-        rank, first = map(int, numbers.split())
-        return cls(rank=rank, first=first, error=error)
+def save_error(text: str, *, prefix: str = "") -> LakeckptError:
+    """Return the error of a save of which another process has sent ``text`` (`error_to_text`), of a class that a
+    trainer handles as it handles its own."""
+    found = error_from_text(text, prefix=prefix, otherwise=SaveFailed)
+    if isinstance(found, MissingRanksError):
+        return SaveFailed(str(found))
+    if isinstance(found, (CheckpointError, TrackingError, StateError, UnsupportedValue, ConfigError)):
+        return found
+    return SaveFailed(str(found))

@@ -43,13 +43,22 @@ class SystemWaiter:
         time.sleep(seconds)
 
 
-def poll(look: Callable[[], _T | None], *, waiter: Waiter, timeout_s: float, longest_s: float = LONGEST_S) -> _T | None:
+def poll(
+    look: Callable[[], _T | None],
+    *,
+    waiter: Waiter,
+    timeout_s: float,
+    longest_s: float = LONGEST_S,
+    obstacles: Callable[[], object] = lambda: None,
+) -> _T | None:
     """Return what ``look`` returns, as soon as that is not None; None after ``timeout_s``.
 
     It looks at least once, and once more after the last wait. ``longest_s`` is the longest pause between two looks.
+    ``obstacles`` is called whenever ``look`` has found nothing. It raises why waiting is in vain.
     """
     deadline, pause = waiter.now() + timeout_s, _FIRST_S
     while (found := look()) is None:
+        obstacles()
         left = deadline - waiter.now()
         if left <= 0:
             return None

@@ -58,7 +58,7 @@ def to_plain(value: Any, kind: Any = None) -> Any:
 
 
 def from_plain(kind: Any, plain: object, what: str, *, error: type[LakeckptError] = WireDamaged) -> Any:
-    """Return the value of type ``kind`` of which `to_plain` made ``plain``. ``what`` names the document in errors.
+    """Return the value of type ``kind`` that `to_plain` made into ``plain``. ``what`` names the document in errors.
 
     Raises ``error`` naming the field.
     """

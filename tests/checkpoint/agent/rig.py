@@ -11,7 +11,7 @@ from lakeckpt.checkpoint.agent.orders import Bye, Order, Outcome
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.checksums import checked
-from lakeckpt.checkpoint.arena.contents import Documents, TensorPlace, TensorTable, contents_of
+from lakeckpt.checkpoint.arena.contents import GenerationDocuments, TensorPlace, TensorTable, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaLayout
 from lakeckpt.checkpoint.arena.slices import SlicePlan, plan_slices
@@ -68,7 +68,7 @@ def fill(arena: Arena, step: int, *, attempt: int = 0, common: int | None = None
         filling.data[start : start + size] = data
         places[spec.key] = TensorPlace(spec=spec, start=start)
     trees = {RANDOM: b"random of rank %d" % rank, "m": b"tree of step %d" % step}
-    documents = Documents(trees=trees, table=TensorTable(places=places))
+    documents = GenerationDocuments(trees=trees, table=TensorTable(places=places))
     filling.complete(CutId(attempt=attempt, step=step), digest=bytes(16), documents=documents.to_bytes())
 
 

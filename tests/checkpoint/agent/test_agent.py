@@ -111,7 +111,7 @@ def test_it_commits_what_is_ordered_and_ends_with_its_trainer_leaving_no_memory(
     pid = link.pid
     link.order(Order(step=3, number=0))
     found = answer(link)
-    assert (found.step, found.slot, found.kind) == (3, 1, "")
+    assert (found.step, found.info.slot, found.kind) == (3, 1, "")
     arena.close()
     link.close(well=True)
     assert ended(pid) and node.committed() == [3]
@@ -138,7 +138,7 @@ def test_two_ranks_on_a_node_have_an_agent_each_and_commit_together(node: Node) 
     for arena, link in zip(arenas, links, strict=True):
         fill(arena, 8)
         link.order(Order(step=8, number=0))
-    assert [answer(link).slot for link in links] == [1, 1]
+    assert [answer(link).info.slot for link in links] == [1, 1]
     for link in links:
         link.close(well=True)
     assert all(map(ended, pids)) and node.committed() == [8]
@@ -156,7 +156,7 @@ TRAINER = """
     print(link.pid, flush=True)
     fill(arena, 1)
     link.order(Order(step=1, number=0))
-    assert answer(link).slot == 1
+    assert answer(link).info.slot == 1
     for step in range(2, newest + 1):
         fill(arena, step, common=step - 1)
     arena.begin(common=newest)  # a capture is under way
@@ -254,7 +254,7 @@ def test_signals_for_its_job_do_not_end_it(node: Node) -> None:
             os.kill(link.pid, number)
         fill(arena, 3)
         link.order(Order(step=3, number=0))
-        assert answer(link).slot == 1
+        assert answer(link).info.slot == 1
         link.close(well=True)
 
 
@@ -266,7 +266,7 @@ def test_an_agent_that_is_killed_is_reported_and_another_one_does_the_next_order
         first = link.pid
         assert first is not None
         link.order(Order(step=3, number=0))
-        assert answer(link).slot == 1
+        assert answer(link).info.slot == 1
         os.kill(first, signal.SIGSTOP)  # it takes an order, and comes no further
         fill(arena, 4)
         link.order(Order(step=4, number=1))
@@ -277,7 +277,7 @@ def test_an_agent_that_is_killed_is_reported_and_another_one_does_the_next_order
         assert f"process {first}) was killed by signal 9: see '{node.arenas}" in found.text
         link.order(Order(step=4, number=2))
         second = link.pid
-        assert answer(link).slot == 2 and second != first
+        assert answer(link).info.slot == 2 and second != first
         link.close(well=True)
         assert ended(second) and node.committed() == [3, 4]
 
@@ -301,7 +301,10 @@ def test_another_agent_goes_on_behind_the_commits_that_it_is_told_and_has_the_do
         for number, step in enumerate((3, 4)):
             fill(arena, step)
             link.order(Order(step=step, number=number))
-            assert answer(link).slot == number + 1
+            info = answer(link).info
+            assert info is not None and info.slot == number + 1
+            attempt = link._begin.attempt  # the trainer's own
+            attempt.last, attempt.parent, attempt.recorded = info.slot, info.slot, info.step
             assert node.storage.read("index/one.lkc") == b"the index"
             node.storage.delete("index/one.lkc")
             os.kill(link.pid or 0, signal.SIGKILL)
@@ -321,7 +324,7 @@ def test_an_agent_that_is_killed_while_idle_is_replaced_at_the_next_order(node: 
         assert ended(first) and link.outcomes() == []
         link.order(Order(step=3, number=0))
         second = link.pid
-        assert second not in (None, first) and answer(link).slot == 1
+        assert second not in (None, first) and answer(link).info.slot == 1
         link.close(well=True)
         assert ended(second) and node.committed() == [3]
 
@@ -343,7 +346,7 @@ def test_where_an_agent_died_and_none_can_be_started_saves_fail_and_training_goe
                 (found,) = link.outcomes()
                 assert (found.step, found.kind) == (3, "save_failed") and "cannot be started" in found.text
         link.order(Order(step=3, number=2))
-        assert answer(link).slot == 1
+        assert answer(link).info.slot == 1
         pid = link.pid
         link.close(well=True)
         assert ended(pid)
@@ -363,7 +366,7 @@ def test_an_agent_that_takes_no_messages_does_not_hold_training_up(node: Node) -
         os.kill(pid or 0, signal.SIGCONT)
         while not (found := link.outcomes()) or found[-1].step != 3:
             assert link.wait(PATIENCE_S), "the agent says nothing"
-        assert found[-1].slot == 1
+        assert found[-1].info.slot == 1
         link.close(well=True)
         assert ended(pid) and node.committed() == [3]
 
@@ -380,7 +383,7 @@ def test_a_trainer_that_had_a_thousand_files_open_hears_of_its_saves(node: Node)
         pid = link.pid
         many.close()
         link.order(Order(step=3, number=0))
-        assert answer(link).slot == 1
+        assert answer(link).info.slot == 1
         link.close(well=True)
         assert ended(pid) and node.committed() == [3]
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -395,7 +398,7 @@ def test_an_agent_whose_log_takes_no_more_persists_all_the_same(node: Node, monk
     with make_arena(node.arenas) as arena:
         fill(arena, 3)
         link.order(Order(step=3, number=0))
-        assert answer(link).slot == 1
+        assert answer(link).info.slot == 1
     link.close(well=True)
     assert ended(pid) and node.committed() == [3]
 
@@ -491,7 +494,7 @@ def test_a_save_that_fails_before_the_first_step_is_told_as_one(node: Node) -> N
     link = node.link()
     link.order(Order(step=0, number=0))  # nobody captured it
     found = answer(link)
-    assert (found.step, found.number, found.slot) == (0, 0, None) and found.kind
+    assert (found.step, found.number, found.info) == (0, 0, None) and found.kind
     link.close(well=True)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from lakeckpt.checkpoint.agent.final_save import FINAL, agree_on_final_save, final_folder
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.orders import Dropped, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.format.keep import Keep
@@ -21,6 +21,7 @@ from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.errors import ArenaError, StorageError
 from lakeckpt.lake.storage.base import Buffer, Storage
+from lakeckpt.tracking.obstacles import FAILED, Obstacle
 from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.agent.rig import SETTINGS, Desk, begin, content, fill, make_arena, take_checksums
 from tests.checkpoint.rig import EventWaiter, MemoryStorage, good, run_ranks
@@ -81,7 +82,7 @@ def test_an_ordered_cut_is_committed_as_it_was_captured(tmp_path: Path) -> None:
         desk = Desk(storage, tmp_path, EventWaiter(storage))
         serve(desk, (5, 0))
     assert committed(storage) == [5] and desk.said() == [(5, "")] and holds(storage, 5)
-    assert desk.outcomes[0].slot == 1 and desk.persister.recorded == 5
+    assert desk.outcomes[0].info.slot == 1 and desk.persister.recorded == 5
 
 
 def test_the_newest_of_several_orders_is_done_and_the_others_are_left_out_and_told(tmp_path: Path) -> None:
@@ -401,7 +402,7 @@ def test_a_commit_behind_which_nothing_can_be_removed_says_so_and_its_log_too(tm
         desk.persister.leave()
         assert desk.persister.join(PATIENCE_S), "it does not end"
     assert desk.said() == [(5, ""), (6, "")] and committed(storage) == [5, 6]
-    first, second = (one.text for one in desk.outcomes)
+    first, second = (one.remarks.unpruned for one in desk.outcomes)
     assert first == "" and "delete" in second
     assert f"checkpoints that are not to be kept could not be removed: {second}" in desk.log
 
@@ -641,7 +642,7 @@ def test_no_cut_is_persisted_that_is_no_newer_than_what_any_rank_knows_committed
             waiter=waiter,
             timeout_s=20.0,
             linger_s=0.0,
-            still=lambda: None,
+            obstacles=lambda: None,
         )
 
     assert good(run_ranks(2, say)) == [expected] * 2
@@ -701,7 +702,7 @@ def test_what_an_agent_committed_and_did_not_report_is_found_by_the_next(tmp_pat
         second.order(6, 1)
         second.persister.leave()
         run(second)
-    assert second.said() == [(6, "")] and [one.slot for one in second.outcomes] == [2]
+    assert second.said() == [(6, "")] and [one.info.slot for one in second.outcomes] == [2]
     assert committed(storage) == [5, 6]
 
 
@@ -729,7 +730,7 @@ def test_an_agent_of_several_ranks_killed_at_any_call_is_replaced_and_the_next_s
         failed = faulty.dead and not desks[killed].said()
         if failed:
             other = desks[1 - killed].persister
-            other.take(Dropped(step=5, number=0, failure="save_failed: the agent was killed"))
+            other.take(Obstacle(kind=FAILED, rank=killed, error="save_failed: the agent was killed"))
             storage.put("anything", [b""])  # an `EventWaiter` looks again
         desks[killed] = Desk(storage, folder, waiter, rank=killed, world_size=2)
         desks[killed].persister.start()
@@ -794,7 +795,7 @@ def test_a_save_that_another_rank_gave_up_is_waited_for_by_nobody(tmp_path: Path
     desk = Desk(storage, tmp_path, SystemWaiter(), rank=rank, world_size=2, settings=settings)
     with make_arena(tmp_path, rank, 2) as arena:
         fill(arena, 5)
-    save = Dropped(step=5, number=0, failure="save_failed: rank 7 could not write its part: the disk is full")
+    save = Obstacle(kind=FAILED, rank=7, error="save_failed: rank 7 could not write its part: the disk is full")
     if early:
         desk.persister.take(save)
     desk.order(5, 0)
@@ -807,7 +808,7 @@ def test_a_save_that_another_rank_gave_up_is_waited_for_by_nobody(tmp_path: Path
     assert desk.persister.join(PATIENCE_S)
     assert [one.kind for one in desk.outcomes] == ["save_failed"] and "the disk is full" in desk.outcomes[0].text
     note = storage.objects[SaveId(attempt=0, step=5, number=0).failure_path(rank)]
-    assert note == b"%d 0\nsave_failed: rank 7 could not write its part: the disk is full" % rank
+    assert note == b"failed %d 0\nsave_failed: rank 7 could not write its part: the disk is full" % rank
 
 
 def test_an_order_of_what_was_not_captured_says_why_to_the_other_ranks(tmp_path: Path) -> None:
@@ -851,7 +852,7 @@ def test_an_order_that_is_skipped_without_a_note_has_failed_and_the_trainers_tel
         arena = make_arena(tmp_path, rank, 2)
         fill(arena, 4), fill(arena, 5)
         desk.order(4, 0), desk.order(5, 1)
-    desks[1].persister.take(Dropped(step=4, number=0, failure="save_failed: as the trainer of rank 0 says"))
+    desks[1].persister.take(Obstacle(kind=FAILED, rank=0, error="save_failed: as the trainer of rank 0 says"))
     for desk in desks:
         desk.persister.leave()
     finish(desks)

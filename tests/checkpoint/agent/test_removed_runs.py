@@ -119,4 +119,4 @@ def test_while_its_trainer_lives_a_removed_run_is_saved_whole(tmp_path: Path) ->
     assert desk.settled.wait(PATIENCE_S)
     desk.persister.leave()
     assert desk.persister.join(PATIENCE_S)
-    assert desk.said() == [(5, "")] and "not there any more" in desk.outcomes[0].lost
+    assert desk.said() == [(5, "")] and "not there any more" in desk.outcomes[0].remarks.lost

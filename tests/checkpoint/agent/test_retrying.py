@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -69,12 +70,20 @@ class Clock:
 @pytest.mark.parametrize("call", CALLS)
 def test_what_failed_is_asked_for_again_as_it_was_at_first(call: str) -> None:
     errors = [StorageError(f"failure {n}") for n in range(11)]
-    store, expected, clock, told = Store(*errors), Store(), Clock(), list[StorageError]()
-    retrying = RetryingStorage(store, waiter=clock, is_hopeless=lambda: False, failing=told.append)
+    store, expected, clock = Store(*errors), Store(), Clock()
+    told: list[StorageError] = []
+    times_s: list[float] = []
+
+    def failing(error: StorageError) -> None:
+        told.append(error)
+        times_s.append(clock.now())
+
+    retrying = RetryingStorage(store, waiter=clock, is_hopeless=lambda: False, failing=failing)
     assert CALLS[call](retrying) in (CALLS[call](expected), None)
     assert store.asked == expected.asked * 12
     assert told == errors
-    assert clock.pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0])
+    pauses_s = [after - before for before, after in pairwise([*times_s, clock.now()])]
+    assert pauses_s == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0])
     assert describe(retrying) == "the store below"
 
 
@@ -91,6 +100,13 @@ def test_what_is_not_worth_it_any_more_is_not_tried_again() -> None:
     retrying = RetryingStorage(store, waiter=clock, is_hopeless=lambda: clock.now() > 0.5)
     with pytest.raises(StorageError, match="failure 3"):
         CALLS["list"](retrying)
+
+
+def test_a_long_pause_ends_when_it_is_not_worth_it_any_more() -> None:
+    store, clock = Store(*(StorageError(f"failure {n}") for n in range(99))), Clock()
+    with pytest.raises(StorageError, match="failure 11"):
+        CALLS["list"](RetryingStorage(store, waiter=clock, is_hopeless=lambda: clock.now() > 90))
+    assert clock.now() < 92
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS])

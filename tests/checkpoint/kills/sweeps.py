@@ -20,7 +20,7 @@ from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent import final_save, generations, link, persister
 from lakeckpt.checkpoint.agent import process as agent_process
 from lakeckpt.checkpoint.arena import arena, contents, folder
-from lakeckpt.checkpoint.capture import engine, fence, job, moves, slice_copier, store
+from lakeckpt.checkpoint.capture import copier, engine, fence, moves, slice_copier, store
 from lakeckpt.checkpoint.persist import agreement, commit, publish, records
 from lakeckpt.checkpoint.restore import choosing, restorer
 from lakeckpt.checkpoint.restore import from_memory as remembered
@@ -37,7 +37,7 @@ EVERY = os.environ.get("LAKECKPT_EVERY_KILL") == "1"
 SWEEP_S = 14000.0 if EVERY else PATIENCE_S
 Modules = tuple[ModuleType, ...]
 CAPTURING: Modules = (
-    *(engine, slice_copier, fence, job, store, moves),
+    *(engine, slice_copier, fence, copier, store, moves),
     *(arena, folder, background, link, generations),
 )
 PERSISTING: Modules = (agent_process, persister, generations, arena, contents, publish, commit, agreement, records)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import lakeckpt
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.lake.storage.local import LocalStorage
-from lakeckpt.tracking import peers
+from lakeckpt.tracking import obstacles
 from tests.patience import PATIENCE_S
 from tests.tracking.processes import FORKS
 
@@ -109,7 +109,7 @@ def be_rank(rank: int, world_size: int, folder: Path, attempt: int, moment: Mome
     os.environ.update(options.pop("environment", {}))
     nodes = options.pop("nodes", None)
     if nodes is not None:  # as if the ranks were on several machines
-        peers._node = lambda: nodes[rank]  # type: ignore[assignment]
+        obstacles._node = lambda: nodes[rank]  # type: ignore[assignment]
     torch.set_num_threads(1)
     if world_size > 1:
         store = f"file://{folder}/rendezvous-{attempt}"

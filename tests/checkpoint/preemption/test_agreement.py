@@ -1,11 +1,10 @@
-"""Ranks agree on the latest of the cuts at which they can stop, and one that cannot save stops all."""
+"""Ranks agree on the latest of the cuts at which they can stop."""
 
 from __future__ import annotations
 
 import pytest
 
-from lakeckpt.checkpoint.persist.failures import note_stop
-from lakeckpt.checkpoint.preemption.agreement import Agreement, Obstacle
+from lakeckpt.checkpoint.preemption.agreement import Agreement
 from tests.checkpoint.rig import Hub
 
 
@@ -33,16 +32,5 @@ def test_one_signal_is_known_to_all_and_the_first_counts() -> None:
 def test_without_a_signal_there_is_no_note() -> None:
     hub = Hub(2)
     for one in ranks_of(hub):
-        assert one.signal() is None and one.aborted() is None
+        assert one.signal() is None
     assert hub.notes == {}
-
-
-def test_a_rank_that_aborts_or_has_stopped_is_known_to_all() -> None:
-    hub = Hub(2)
-    first, second = ranks_of(hub)
-    second.abort(Obstacle(reason="too late", is_loss=False))
-    assert first.aborted() == second.aborted() == Obstacle(reason="too late", is_loss=False)
-    hub = Hub(2)
-    note_stop(hub.of(1), ValueError("a bug"))
-    assert (found := Agreement(hub.of(0)).aborted()) is not None and found.is_loss
-    assert "rank 1 has stopped: " in found.reason and "a bug" in found.reason

@@ -89,8 +89,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_step_that_takes_minutes_is_saved_after_a_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, capture_every: int | None
 ) -> None:
-    ended: list[preemption.Obstacle] = []
-    monkeypatch.setattr(preemption.Preemption, "_end", lambda self, obstacle: ended.append(obstacle))
+    ended: list[Exception] = []
+    monkeypatch.setattr(preemption.Preemption, "_end", lambda self, error: ended.append(error))
     objects = training()
     options = {} if capture_every is None else {"capture_every": capture_every, "arenas": tmp_path / "arenas"}
     saver = CheckpointManager(tmp_path / "run", objects, save_on="SIGUSR1", persist_every=10**9, **options)

@@ -17,7 +17,7 @@ from lakeckpt import LakeDataset, open_table
 from lakeckpt.errors import ConfigError, TableError, TableRewritten, TableVersionGone
 from lakeckpt.lake.formats import appends
 from lakeckpt.lake.formats.appends import runs_of_appends
-from lakeckpt.lake.formats.model import Change, ChangeKind
+from lakeckpt.lake.formats.pinned_files import Change, ChangeKind
 from lakeckpt.lake.parquet.footer import FileSummary
 from lakeckpt.lake.storage.base import ObjectInfo, Storage
 from lakeckpt.lake.table.joined import Added

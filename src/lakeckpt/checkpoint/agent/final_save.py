@@ -37,14 +37,14 @@ def agree_on_final_save(
     waiter: Waiter,
     timeout_s: float,
     linger_s: float,
-    still: Callable[[], None],
+    obstacles: Callable[[], None],
 ) -> int | None:
     """Return the step to persist: the newest of ``steps`` that all ranks have, if it is newer than what any rank has
     ``recorded``; else None.
 
     Trainers need not die at once: a trainer that waits for another's message notices the death when its own timeout is
-    over. So ``linger_s`` are added to the time that a save has, ``timeout_s``. ``still`` raises if waiting has
-    become pointless. Raises `MissingRanksError` naming the ranks whose agents wrote nothing in time, and
+    over. So ``linger_s`` are added to the time that a save has, ``timeout_s``. ``obstacles`` raises if waiting is
+    in vain. Raises `MissingRanksError` naming the ranks whose agents wrote nothing in time, and
     `StorageError`.
     """
     if rank == 0 and world_size > 1:  # so that agents stop waiting for orders of a dead trainer
@@ -56,7 +56,7 @@ def agree_on_final_save(
         world_size=world_size,
         waiter=waiter,
         timeout_s=timeout_s + linger_s,
-        still=still,
+        obstacles=obstacles,
         pause_s=min(_PAUSE_S, timeout_s / 4),  # so that all begin to persist at about the same time
     )
     facts = {"steps": " ".join(map(str, steps)), "recorded": str(recorded)}

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -24,7 +24,6 @@ from lakeckpt.checkpoint.agent.orders import (
     Begin,
     Bye,
     Documents,
-    Dropped,
     Message,
     Order,
     Outcome,
@@ -34,6 +33,7 @@ from lakeckpt.checkpoint.agent.orders import (
 )
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.errors import AgentError, ArenaError, SaveFailed, WireError
+from lakeckpt.tracking.obstacles import Obstacle
 from lakeckpt.tracking.waiting import SystemWaiter
 
 __all__ = ["LINGER_S", "AgentLink"]
@@ -80,7 +80,8 @@ _ending: list[int] = []
 
 
 class AgentLink:
-    """A trainer's link to its agent; ``begin`` describes the trainer. Raises `AgentError` where no agent can serve.
+    """A trainer's link to its agent. ``begin`` describes the trainer and its attempt, from whose newest commit that is
+    known then each agent goes on. Raises `AgentError` if no agent can serve.
 
     One thread calls all methods. They do nothing in a forked process.
     """
@@ -96,6 +97,7 @@ class AgentLink:
         self._got: list[Outcome] = []
         self._unsent: deque[Message] = deque()
         self._documents = Documents(data={})
+        self._obstacles: list[Obstacle] = []
         self._start()
         self._wait_until_ready()
 
@@ -120,9 +122,10 @@ class AgentLink:
         self._documents = documents
         self._send(documents)
 
-    def drop(self, save: Dropped, /) -> None:
-        """Another rank has dropped its save: the agent stops waiting for that rank, and the outcome names the cause."""
-        self._send(save)
+    def pass_on(self, obstacle: Obstacle, /) -> None:
+        """Pass an obstacle on: the agent stops waiting, and the outcome names the cause; another agent gets it, too."""
+        self._obstacles.append(obstacle)
+        self._send(obstacle)
 
     def outcomes(self) -> list[Outcome]:
         """Return the outcomes since the last call, without waiting."""
@@ -184,8 +187,10 @@ class AgentLink:
             if trainer >= 0:
                 os.close(trainer)
         self._child = _Child(process=process, orders=orders, outcomes=outcomes)
-        self._send(self._begin)
+        self._send(replace(self._begin, attempt=replace(self._begin.attempt, pending={})))
         self._send(self._documents)
+        for obstacle in self._obstacles:
+            self._send(obstacle)
 
     def _start_again(self) -> None:
         self._lost = ""
@@ -228,10 +233,6 @@ class AgentLink:
         if isinstance(message, Outcome):
             self._pending.discard((message.step, message.number))
             self._got.append(message)
-            if message.slot is not None:  # another agent goes on from here
-                attempt = self._begin.attempt
-                attempt.last = attempt.parent = message.slot
-                attempt.recorded = message.step
         elif isinstance(message, Ready):
             child.is_ready = not message.kind
             if message.kind:

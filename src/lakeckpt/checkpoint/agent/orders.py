@@ -1,6 +1,6 @@
 """This module defines the messages between a trainer and its agent, and their bytes on a pipe.
 
-The trainer sends `Begin` first, then `Documents`, `Order` and `Dropped`, and `Bye` at the end. The agent answers
+The trainer sends `Begin` first, then `Documents`, `Order` and each `Obstacle`, and `Bye` at the end. The agent answers
 `Begin` with `Ready` and each order with an `Outcome`. A message is a document of ``wire`` that names the release of
 lakeckpt that wrote it: both ends must be of one release. Nothing is unpickled. Imports without torch.
 """
@@ -8,15 +8,18 @@ lakeckpt that wrote it: both ends must be of one release. Nothing is unpickled. 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lakeckpt import __version__
 from lakeckpt.checkpoint.format.fields import fields_of
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.format.parts import SiteWaits
 from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.commit import Remarks
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.errors import AgentError
+from lakeckpt.tracking.obstacles import Obstacle
 from lakeckpt.wire.documents import from_plain_of, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
@@ -24,7 +27,6 @@ __all__ = [
     "Begin",
     "Bye",
     "Documents",
-    "Dropped",
     "Message",
     "Order",
     "Outcome",
@@ -87,31 +89,16 @@ class Documents:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
-    """Another rank has dropped the save of an order, for ``failure`` (`lakeckpt.tracking.notes.error_to_text`)."""
-
-    step: int
-    number: int
-    failure: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of an order: a commit in ``slot``, or ``kind`` and ``text`` of an error.
-
-    ``text`` of a commit: why old checkpoints could not be removed after the commit. ``lost``: which files of the run
-    are gone. ``waits``: those of the job.
-    """
+    """The result of an order: the checkpoint, or ``kind`` and ``text`` of an error."""
 
     step: int
     number: int
-    slot: int | None = None
-    created_s: float = 0.0
+    info: CheckpointInfo | None = None
+    remarks: Remarks = field(default_factory=Remarks)
     took_s: float = 0.0
     kind: str = ""
     text: str = ""
-    lost: str = ""
-    waits: tuple[SiteWaits, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +109,9 @@ class Bye:
     well: bool = True
 
 
-Message = Begin | Ready | Documents | Order | Dropped | Outcome | Bye
+Message = Begin | Ready | Documents | Order | Obstacle | Outcome | Bye
 _TYPES: dict[str, type[Message]] = {
-    one.__name__: one for one in (Begin, Ready, Documents, Order, Dropped, Outcome, Bye)
+    one.__name__: one for one in (Begin, Ready, Documents, Order, Obstacle, Outcome, Bye)
 }
 
 

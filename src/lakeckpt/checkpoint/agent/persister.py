@@ -16,26 +16,29 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from lakeckpt.checkpoint.agent.final_save import FINAL, agree_on_final_save, final_folder
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.orders import Bye, Documents, Dropped, Message, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Bye, Documents, Message, Order, Outcome
 from lakeckpt.checkpoint.agent.retrying import RetryingStorage
 from lakeckpt.checkpoint.arena.arena import Held
 from lakeckpt.checkpoint.arena.checksums import checked
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.consumed.pending import pending_from_bytes
 from lakeckpt.checkpoint.format.digests import short_digest
-from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo, Manifest
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.failures import ListeningWaiter, publish_failure, save_error, save_failed
+from lakeckpt.checkpoint.persist.failures import publish_failure, refuse_failed, save_failed
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.persist.records import RecordTalk
 from lakeckpt.checkpoint.state.staged import Staged, StagedCut, StagedTensor, StagedTree
 from lakeckpt.errors import ArenaError, LakeckptError, SaveFailed, SaveSkipped, StorageError
 from lakeckpt.lake.storage.base import Storage
+from lakeckpt.tracking.notes import save_error
+from lakeckpt.tracking.obstacles import Obstacle, Obstacles
 from lakeckpt.tracking.waiting import Waiter
 
 __all__ = ["Persister"]
@@ -70,7 +73,8 @@ class Persister:
         """The newest optimizer step of an order."""
         self._generations = generations
         self._settings = settings
-        self._waiter = ListeningWaiter(waiter, self._refuse_dropped)
+        self._waiter = waiter
+        self._obstacles = Obstacles()  # as the trainer passes them on
         self._report = report
         self._log = log
         self._linger_s = linger_s
@@ -87,16 +91,16 @@ class Persister:
             world_size=world_size,
             settings=settings,
             waiter=self._waiter,
+            refuse=self._refuse,
+            tell=self._tell,
             still=self._refuse_pointless,
         )
         self._changed = threading.Condition()
         self._waiting: list[Order] = []
-        self._dropped: dict[tuple[int, int], str] = {}  # saves that other ranks dropped, and why
         self._tables: list[Mapping[str, bytes]] = []  # documents of tables; all but the newest are not written yet
         self._bye: Bye | None = None
         self._order: Order | None = None  # the order under way
         self._until_s = float("inf")
-        self._thread = 0  # the identifier of the thread of `run`
 
     def take(self, message: Message) -> None:
         """Take a message of the trainer. `run` ends after a `Bye`; a second `Bye` changes nothing."""
@@ -107,8 +111,8 @@ class Persister:
                 self.ordered = max(self.ordered, message.step)
             elif isinstance(message, Documents):
                 self._tables.append(message.data)
-            elif isinstance(message, Dropped):
-                self._dropped[message.step, message.number] = message.failure
+            elif isinstance(message, Obstacle):
+                self._obstacles.take(message)
             elif isinstance(message, Bye):
                 self._bye = self._bye or message
             self._changed.notify_all()
@@ -120,7 +124,6 @@ class Persister:
 
     def run(self) -> None:
         """Persist what is ordered until the trainer has ended, and then make the final save if the trainer died."""
-        self._thread = threading.get_ident()
         while (taken := self._next()) is not None:
             self._limit_time()
             self._do(*taken)
@@ -166,7 +169,8 @@ class Persister:
 
     def _is_hopeless(self) -> bool:
         with self._changed:
-            return bool(self._waiting) or self._waiter.now() >= self._until_s
+            is_over = bool(self._waiting) or self._waiter.now() >= self._until_s
+            return is_over or (self._order is not None and self._is_dropped(self._order))
 
     def _save_of(self, order: Order) -> SaveId:
         return SaveId(attempt=self._publisher.attempt.number, step=order.step, number=order.number)
@@ -187,7 +191,6 @@ class Persister:
                 found = save_failed(str(error), error) if isinstance(error, OSError) else error
                 self._note(order, found)
         self._order = None
-        self._dropped.pop((order.step, order.number), None)
         self._report_outcome(order, found, self._waiter.now() - begun_s)
 
     def _hold(self, order: Order, stack: contextlib.ExitStack) -> Held | Exception | None:
@@ -202,7 +205,7 @@ class Persister:
         error: LakeckptError = SaveSkipped(f"step {order.step} was skipped: a newer cut waits to be persisted")
         try:
             self._refuse_pointless()
-            if self.world_size > 1 and not publish_failure(self._storage, self._save_of(order), self.rank, error):
+            if not self._tell(self._save_of(order), error):
                 error = SaveFailed(f"step {order.step} was skipped for a newer cut, and the store takes no note of it")
         except LakeckptError as refused:
             error = refused
@@ -210,17 +213,21 @@ class Persister:
 
     def _note(self, order: Order, error: Exception) -> None:
         """Write why this rank dropped a save, where the agents of other ranks may not know it yet. Where the store
-        takes no note, the trainers report the error to each other, and to their agents by `Dropped`."""
+        takes no note, the trainers report the error to each other, and pass it on to their agents."""
         is_stores = any(isinstance(one, StorageError) for one in (error, error.__cause__))
-        is_trainers = bool(order.failure) or (order.step, order.number) in self._dropped
-        if self.world_size > 1 and (is_stores or is_trainers or not isinstance(error, LakeckptError)):
-            publish_failure(self._storage, self._save_of(order), self.rank, error)
+        is_trainers = bool(order.failure) or self._is_dropped(order)
+        if is_stores or is_trainers or not isinstance(error, LakeckptError):
+            self._tell(self._save_of(order), error)
+
+    def _tell(self, save: SaveId, error: Exception) -> bool:
+        """Leave a note to the agents of other ranks. Return whether they can know of the failure."""
+        return self.world_size == 1 or publish_failure(self._storage, save, self.rank, error)
 
     def _persisted(self, order: Order, held: Held | Exception | None) -> Manifest:
         self._publisher.tip.catch_up()  # an agent before this one may have committed and not reported
         if order.failure:
             raise save_error(order.failure)
-        self._refuse_dropped()
+        self._obstacles.refuse(order.number)
         self._refuse_pointless()
         try:
             taken: StagedCut | Exception = self._staged(order, held)
@@ -233,7 +240,7 @@ class Persister:
             world_size=self.world_size,
             waiter=self._waiter,
             timeout_s=self._settings.timeout_s,
-            still=partial(self._refuse_over, order),
+            obstacles=partial(self._refuse_over, self._save_of(order)),
         )
         try:
             self._write_documents()
@@ -270,14 +277,9 @@ class Persister:
 
     # --- when to stop
 
-    def _refuse_dropped(self) -> None:
-        """Raise the error for which another rank has dropped the save under way, as the trainer has reported it.
-        Threads that write parts do not raise it: the thread of `run` does so in time."""
-        order = self._order
-        if order is not None and threading.get_ident() == self._thread:
-            failure = self._dropped.get((order.step, order.number))
-            if failure is not None:
-                raise save_error(failure)
+    def _is_dropped(self, order: Order) -> bool:
+        """Return whether the trainer has passed on why the save of ``order`` cannot be made."""
+        return self._obstacles.of_save(order.number) is not None
 
     def _refuse_pointless(self) -> None:
         """Raise where the trainer has ended and nobody needs a commit. Either the run was removed, and the agent must
@@ -293,43 +295,45 @@ class Persister:
         with contextlib.suppress(StorageError):
             self._publisher.tip.catch_up()
 
-    def _refuse_over(self, order: Order) -> None:
-        """Raise where the other ranks may have no such order: their trainers died before they sent it."""
+    def _refuse(self, save: SaveId) -> None:
+        """Raise why it is in vain to wait for other ranks in ``save``, if it is: as the trainer or an agent says, or as
+        this agent sees."""
+        self._obstacles.refuse(save.number)
+        if self.world_size > 1:
+            refuse_failed(self._storage, save, self.rank)
         self._refuse_pointless()
-        is_over = self.is_final and order.number != FINAL
-        if is_over and self._storage.list(final_folder(self._publisher.attempt.number)):
-            raise SaveFailed(f"the save of step {order.step} was begun by some ranks only before their trainers died")
+
+    def _refuse_over(self, save: SaveId) -> None:
+        """Raise as `_refuse` does, and if the other ranks may have no such order: their trainers died before they sent
+        it."""
+        self._refuse(save)
+        is_over = self.is_final and save.number != FINAL
+        if is_over and self._storage.list(final_folder(save.attempt)):
+            raise SaveFailed(f"the save of step {save.step} was begun by some ranks only before their trainers died")
 
     # --- outcomes
 
     def _report_outcome(self, order: Order, found: Manifest | Exception, took_s: float) -> None:
+        outcome = Outcome(step=order.step, number=order.number, took_s=took_s)
         if isinstance(found, Manifest):
-            outcome = Outcome(
-                step=order.step,
-                number=order.number,
-                slot=found.slot,
-                created_s=found.created_s,
-                took_s=took_s,
-                text=self._publisher.remarks.unpruned,
-                lost=self._publisher.remarks.lost,
-                waits=found.waits,
-            )
+            came, remarks = f"committed in slot {found.slot}", self._publisher.remarks
+            outcome = replace(outcome, info=CheckpointInfo.of(found), remarks=remarks)
         else:
             kind = found.kind if isinstance(found, LakeckptError) else SaveFailed.kind
             text = str(found) if isinstance(found, LakeckptError) else repr(found)
-            outcome = Outcome(step=order.step, number=order.number, took_s=took_s, kind=kind, text=text)
-        came = f"committed in slot {outcome.slot}" if outcome.slot is not None else f"{outcome.kind}: {outcome.text}"
+            came, outcome = f"{kind}: {text}", replace(outcome, kind=kind, text=text)
         self._log(f"step {order.step}: {came} ({took_s:.1f} s)")
-        if outcome.slot is not None and outcome.text:
-            self._log(f"checkpoints that are not to be kept could not be removed: {outcome.text}")
-        if outcome.lost:
-            self._log(f"damage in the run: {outcome.lost}")
+        if outcome.remarks.unpruned:
+            self._log(f"checkpoints that are not to be kept could not be removed: {outcome.remarks.unpruned}")
+        if outcome.remarks.lost:
+            self._log(f"damage in the run: {outcome.remarks.lost}")
         self._report(outcome)
 
     # --- the final save
 
     def _save_finally(self) -> None:
         attempt = self._publisher.attempt
+        self._obstacles.clear()  # they are of trainers' saves, and no trainer takes part in this one
         self._publisher.tip.catch_up()
         self._refuse_pointless()
         self._until_s += self._linger_s
@@ -343,7 +347,7 @@ class Persister:
             waiter=self._waiter,
             timeout_s=self._settings.timeout_s,
             linger_s=self._linger_s,
-            still=self._refuse_pointless,
+            obstacles=self._refuse_pointless,
         )
         self._limit_time()
         if step is None:

@@ -1,7 +1,8 @@
 """This module retries the calls of a storage that fails, ever less often, for as long as a save may take.
 
 It serves outages that last longer than the retries of the storage itself (about a minute): an agent has more time. A
-call is tried again after 0.1 s, 0.2 s, … up to 30 s, until ``is_hopeless``: a newer cut waits, or the time is over.
+call is tried again after 0.1 s, 0.2 s, … up to 30 s, until ``is_hopeless``: a newer cut waits, another rank has dropped
+the save, or the time is over.
 Errors about the object (it exists, it is missing, it has changed), stores that can never commit, and stores that are
 full or refuse this user are raised at once: the next save tries again. A repeated call means the same as one call: see
 `Storage`. The module starts no threads, and waits on a `Waiter`.
@@ -14,7 +15,7 @@ from typing import TypeVar
 
 from lakeckpt.errors import ObjectChanged, ObjectExists, ObjectMissing, StorageError
 from lakeckpt.lake.storage.base import Buffer, ObjectInfo, Storage, delete_all, describe, is_lasting
-from lakeckpt.tracking.waiting import Waiter
+from lakeckpt.tracking.waiting import LONGEST_S, Waiter
 
 __all__ = ["RetryingStorage"]
 
@@ -77,5 +78,11 @@ class RetryingStorage:
                 if is_lasting(error) or self._is_hopeless():
                     raise
                 self._failing(error)
-            self._waiter.wait(pause_s)
+            self._wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait before the next try, which follows at once if it is the last one."""
+        while seconds > 0 and not self._is_hopeless():
+            self._waiter.wait(min(seconds, LONGEST_S))
+            seconds -= LONGEST_S

@@ -2,7 +2,7 @@
 
 The agent calls it, so that no thread of the trainer takes a checksum. `checked` takes those of a generation that is
 held, to be persisted. `look_over` takes those of the newest generation and locks nothing: captures never wait for it.
-It gives up as soon as a capture begins the generation anew, or the agent has something else to do. Checksums notice
+It stops as soon as a capture begins the generation anew, or the agent has something else to do. Checksums notice
 what happens to the memory after they were taken; a generation without checksums is restored as it lies. The module
 starts no threads but those of `lakeckpt.checkpoint.format.digests`. Imports without torch.
 """

@@ -75,7 +75,7 @@ class TensorTable:
 
     @classmethod
     def from_plain(cls, plain: object) -> TensorTable:
-        """Return the table of which `to_plain` gave ``plain``. Raises `WireError`."""
+        """Return the table that `to_plain` made into ``plain``. Raises `WireError`."""
         data = from_plain(bytes, plain, "a table of tensors")
         found = loads(data, kind=_TABLE_KIND, supported=_TABLE_VERSION)
         rows: tuple[TensorPlace, ...] = from_plain(tuple[TensorPlace, ...], found, "a table of tensors")
@@ -96,7 +96,7 @@ class GenerationDocuments:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> GenerationDocuments:
-        """Return the documents of which `to_bytes` made ``data``. Raises `WireError`."""
+        """Return the documents that `to_bytes` made into ``data``. Raises `WireError`."""
         plain = loads(data, kind=_KIND, supported=_VERSION)
         found: GenerationDocuments = from_plain(cls, plain, "the contents of a generation")
         return found

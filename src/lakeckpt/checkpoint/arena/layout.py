@@ -131,7 +131,7 @@ class GenerationRecord:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> GenerationRecord:
-        """Return the record of which `to_bytes` made ``data``; bytes behind it are ignored. Raises `WireError`."""
+        """Return the record that `to_bytes` made into ``data``; bytes behind it are ignored. Raises `WireError`."""
         plain = loads(_unframed(data), kind=_RECORD_KIND, supported=_RECORD_VERSION)
         found: GenerationRecord = from_plain(cls, plain, "the record of a generation")
         return found
@@ -151,7 +151,7 @@ class DataChecksums:
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> DataChecksums:
-        """Return the checksums of which `to_bytes` made ``data``; bytes behind it are ignored. Raises `WireError`."""
+        """Return the checksums that `to_bytes` made into ``data``; bytes behind it are ignored. Raises `WireError`."""
         plain = loads(_unframed(data), kind=_CHECKSUMS_KIND, supported=_CHECKSUMS_VERSION)
         found: DataChecksums = from_plain(cls, plain, "the checksums of a generation")
         return found

@@ -30,7 +30,7 @@ class Capture:
 
     cut: CutId
     digest: bytes
-    """Of the cut (16 bytes), the same on every rank."""
+    """The digest of the cut (16 bytes), the same on every rank."""
     readers: Mapping[str, bytes]
     plan: CapturePlan
     filling: Filling

@@ -6,7 +6,7 @@
                      |
     a save →     [pending]: records since the last handed-over cut
                      |
-                 if consumption depends on the data: [reports] of each rank; rows left out: [excluded]
+                 if consumption depends on the data: [reports] of each rank; rows without training: [excluded]
                      |
     commit →     [pending] joined: one record since the parent → manifest
 

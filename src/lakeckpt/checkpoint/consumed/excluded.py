@@ -1,23 +1,82 @@
-"""This module reports the rows that one rank excluded, and merges the reports of all ranks at a commit.
+"""This module records excluded rows: they count as consumed, and train nothing.
 
-Each rank excludes rows of its own micro-batches, and has them in its pending records. Its part of a save holds all of
-them since the newest commit that it knows. The committer takes those of the steps that its commit records. Ranks that
-read the same rows report the same, which counts once. The module is pure, and starts no threads.
+`Opening` is what a reader excludes where it goes on from a checkpoint, as row groups that cannot be read. Every rank
+excludes the same, and it enters the record of the first step.
+
+What the training loop skips is known to one rank alone. Each rank has the rows of its own micro-batches in its pending
+records. Its part of a save holds all of them since the newest commit that it knows. The committer takes those of the
+steps that its commit records. Ranks that read the same rows report the same, which counts once.
+
+The module is pure, and starts no threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
-from lakeckpt.checkpoint.format.manifest import Excluded, ReaderRecord
+from lakeckpt.checkpoint.format.manifest import Excluded, ExcludedFor, ReaderRecord
+from lakeckpt.core.consumption import consumption
+from lakeckpt.core.identity import Identity
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.state import State
+from lakeckpt.core.streams.mixture import excluding
 from lakeckpt.wire.documents import from_plain, to_plain
 from lakeckpt.wire.values import pack, unpack
 
-__all__ = ["excluded_of", "with_excluded"]
+__all__ = ["Change", "Opening", "excluded_of", "opening_of", "with_excluded"]
 
 _Excluded = Mapping[str, tuple[Excluded, ...]]
+
+
+Change = tuple[Identity, Mapping[int, Intervals]]
+"""The order of the epochs that begin later, and epoch → the positions that are excluded of those that have begun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What a reader excludes where it goes on from a state."""
+
+    begin: State
+    """The state as it was saved."""
+    end: State
+    """The same state without the excluded positions."""
+    state: State
+    """That state with the orders of epochs that begin later: the reader goes on from it."""
+    step: int
+    """The optimizer step of the cut."""
+    excluded: tuple[Excluded, ...]
+
+
+def opening_of(plain: Mapping[str, Any], changes: Mapping[str, Change], *, reason: ExcludedFor, step: int) -> Opening:
+    """Return how a reader goes on from the state ``plain`` of the whole job, at the cut of optimizer step ``step``.
+
+    ``changes`` are by source of a mixture; "": of a reader of one table.
+    """
+    begin = State.from_plain(plain)
+    names = [""] if begin.mixing is None else list(begin.mixing.names)
+    each = [changes.get(name, (order, {})) for name, order in zip(names, begin.orders, strict=True)]
+    positions = [found for _, found in each]
+    end = excluding(begin, positions, begin.orders)
+    found = [
+        Excluded(
+            rank=0,
+            step=step + 1,
+            reason=reason,
+            positions=consumption(*(one if name == "" else one.of(at) for one in (begin, end))),
+            source=name or None,
+        )
+        for at, name in enumerate(names)
+    ]
+    return Opening(
+        begin=begin,
+        end=end,
+        state=excluding(begin, positions, [order for order, _ in each]),
+        step=step,
+        excluded=tuple(one for one in found if one.positions),
+    )
 
 
 def excluded_of(readers: Mapping[str, Sequence[PendingRecord]]) -> bytes:

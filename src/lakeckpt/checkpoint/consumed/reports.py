@@ -40,7 +40,7 @@ class _Report:
     first: Count
     step: Count
     shared: Digest
-    """Of all that the ranks have in common."""
+    """The digest of all that the ranks have in common."""
     held: tuple[Held, ...]
     """The frontiers of each state."""
 

@@ -32,7 +32,7 @@ __all__ = ["excluding", "in_lockstep", "rest_of_epoch", "rows_consumed"]
 
 def in_lockstep(plain: Mapping[str, Any], what: str) -> State:
     """Return the state that ``plain`` was made of. Raises `ConfigError`, which says that ``what`` cannot be done in
-    mid-epoch, if its consumption depends on the data, and `StateError` if it is none."""
+    mid-epoch, if its consumption depends on the data, and `StateError` if it is no state."""
     if plain.get("mixing") is not None:
         raise ConfigError(f"{what} cannot go on in the middle of an epoch: it is a mixture of endless streams")
     if depends_on_data(plain):

@@ -103,7 +103,14 @@ class RowOrder:
 
     def _built(self, spec: OrderSpec, key: LayoutKey, endless: bool) -> EpochLayout:
         return EpochLayout.build(
-            self.group_rows, spec, key.epoch, key.num_lanes, key.rotation, unit=self.unit, endless=endless
+            self.group_rows,
+            spec,
+            key.epoch,
+            key.num_lanes,
+            key.rotation,
+            unit=self.unit,
+            endless=endless,
+            phase=key.phase,
         )
 
     def tokens_of(self, layout: EpochLayout, positions: Intervals) -> list[GroupRows]:

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lakeckpt.checkpoint.consumed.excluded import Opening
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
 from lakeckpt.checkpoint.format.manifest import Excluded, ReaderRecord, Stretch
 from lakeckpt.core.consumption import consumption
@@ -35,7 +36,7 @@ Pending = Mapping[str, tuple[PendingRecord, ...]]
 class ReaderTrack:
     """The consumption of one tracked reader since a restore."""
 
-    def __init__(self, name: str, reader: TrackedReader, *, attempt: int = -1) -> None:
+    def __init__(self, name: str, reader: TrackedReader, *, attempt: int = -1, opening: Opening | None = None) -> None:
         self.name = name
         self.reader = reader
         self._attempt = attempt
@@ -50,7 +51,10 @@ class ReaderTrack:
         self._frontier: Frontier | None = None
         self._at: AnyReceipt | None = None  # the last receipt that was consumed since the mark; None: nothing was
         self._skipped: list[AnyReceipt] = []  # what trains nothing, and no step has consumed yet
-        self._excluded: list[Excluded] = []  # what trained nothing, and was not handed over
+        # What was excluded before the first step enters the record of that step: until then the reader is where it was.
+        self._opening = opening if opening is not None and opening.excluded else None
+        # What trained nothing, and was not handed over.
+        self._excluded: list[Excluded] = [] if opening is None else list(opening.excluded)
         self.delivered = 0
         """How many batches (or rows) the reader had delivered at the last step, if it counts them."""
         self.shared, self.is_repeated, self.has_others = 1, False, False
@@ -166,7 +170,11 @@ class ReaderTrack:
 
     def pending(self, first: int, step: int) -> PendingRecord:
         """Return the record from the cut of step ``first`` to the last cut, the cut of ``step``."""
-        state = self._state()
+        state, opening = self._state(), self._opening
+        found = self._stretches(state)
+        if opening is not None:
+            state = opening.begin.to_plain() if step == opening.step else state
+            found = [] if step == opening.step else [(opening.begin, opening.end), *found]
         record = ReaderRecord(
             state=state,
             stretches=tuple(
@@ -177,7 +185,7 @@ class ReaderTrack:
                     basis="stated" if self._is_stated else "delivered",
                     attempt=self._attempt,
                 )
-                for begin, end in self._stretches(state)
+                for begin, end in found
             ),
             steps=self._recorder.record(step),
             index=self._index_of(state),
@@ -204,6 +212,7 @@ class ReaderTrack:
         begins there."""
         self._recorder.forget(step)
         self._excluded = [one for one in self._excluded if one.step > step]
+        self._opening = None if self._opening is None or step > self._opening.step else self._opening
         has_end = depends_on_data(state) and self._is_all_consumed() and state == self.reader.state_dict()
         if has_end or self._at is not None:
             self.reader.mark(None if has_end else self._at)
@@ -365,7 +374,7 @@ def _shown(stated: Any) -> str:
     return f"{stated!r:.60}"
 
 
-def tracks_of(objects: Mapping[str, Any], attempt: int) -> dict[str, ReaderTrack]:
-    """Return name → the track of each reader among ``objects``, for an attempt that begins."""
+def tracks_of(objects: Mapping[str, Any], attempt: int, openings: Mapping[str, Opening]) -> dict[str, ReaderTrack]:
+    """Return name → the track of each reader among ``objects``, for an attempt that begins, and what they exclude."""
     readers = {name: one for name, one in objects.items() if isinstance(one, TrackedReader)}
-    return {name: ReaderTrack(name, one, attempt=attempt) for name, one in readers.items()}
+    return {name: ReaderTrack(name, one, attempt=attempt, opening=openings.get(name)) for name, one in readers.items()}

@@ -1,4 +1,4 @@
-"""This module warns of training loops that use rows of which the manager does not know, or counts too many.
+"""This module warns of training loops that use rows that the manager does not know, or counts too often.
 
 It is asked at each optimizer step, on the training thread, and starts no threads. Each warning comes once, or names
 another reader.

@@ -115,7 +115,7 @@ class Stretch:
     """The plain `lakeckpt.core.state.State` that it began with."""
     end: Mapping[str, Any]
     consumed: Mapping[int, Intervals]
-    """epoch → positions; empty for a mixture, of which the two states tell the positions of each source."""
+    """epoch → positions; empty for a mixture: its two states tell the positions of each source."""
     basis: Basis = "delivered"
     """How it is known that steps used the rows."""
     attempt: int = -1

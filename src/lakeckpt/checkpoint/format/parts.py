@@ -121,7 +121,7 @@ class SlabRecord:
     start: Count
     """The offset of its first byte in the tensor."""
     digest: Digest
-    """Of its bytes: `lakeckpt.checkpoint.format.digests.content_digest`."""
+    """The digest of its bytes: `lakeckpt.checkpoint.format.digests.content_digest`."""
     file: Count
     """The index of its file in the part."""
     at: Count
@@ -140,7 +140,7 @@ class TensorRecord:
 
     spec: TensorSpec
     digest: Digest
-    """Of its bytes: `lakeckpt.checkpoint.format.digests.content_digest`."""
+    """The digest of its bytes: `lakeckpt.checkpoint.format.digests.content_digest`."""
     slabs: tuple[SlabRecord, ...]
     """In the order of the tensor's bytes (`lakeckpt.checkpoint.format.slabs.slab_specs`)."""
     ranks: Ranks

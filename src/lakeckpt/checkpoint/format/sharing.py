@@ -110,7 +110,7 @@ class PartPlace:
     name: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of the whole."""
+    """The shape of the whole."""
 
 
 def part_key(key: str, offsets: Sequence[int], shape: Sequence[int]) -> str:

@@ -2,15 +2,15 @@
 
 ::
 
-    log → history → [records]: what a manifest says of each source
+    log → history → [source_records]: what a manifest says of each source
                         |
                      [walk]: stretch by stretch
                         |
-                    [account] → [epoch_account]: rows once, twice or never; [tranches] of a growing table → [report]
+                    [account] → [epoch_account]: rows once, twice or never; [tranches] → [audit_report]
                         |
                      [audit]: the proof, by the orders of [indexes]
 
-    one step K → [explain] → its rows; its documents by [documents]
+    one step K → [explain] → its rows; its documents by [document_finder]
     every byte → [verify]
     an epoch   → [consumed_keys]: keys of its consumed rows, for another run
 """

@@ -17,9 +17,7 @@ from dataclasses import replace
 
 from lakeckpt.checkpoint.consumed.rows import RowOrder, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
-from lakeckpt.checkpoint.ledger.epoch_account import Piece, Space, count_epoch, piece_of, space_of
-from lakeckpt.checkpoint.ledger.records import Records
-from lakeckpt.checkpoint.ledger.report import (
+from lakeckpt.checkpoint.ledger.audit_report import (
     EpochAudit,
     EpochStatus,
     ExcludedRows,
@@ -27,6 +25,8 @@ from lakeckpt.checkpoint.ledger.report import (
     FindingKind,
     ReaderAudit,
 )
+from lakeckpt.checkpoint.ledger.epoch_account import Piece, Space, count_epoch, piece_of, space_of
+from lakeckpt.checkpoint.ledger.source_records import Records
 from lakeckpt.checkpoint.ledger.tranches import doubts_of_tranches
 from lakeckpt.checkpoint.ledger.walk import ReaderWalk
 from lakeckpt.core.consumption import consumed, dropped
@@ -221,12 +221,18 @@ class _Account:
             return Piece(identity=identity, key=key, positions=whole, manifest=manifest) if whole else None
         found = consumed(state) if known is None else known
         positions = found.get(epoch, Intervals.empty())
+        last = self._identity_of(epoch, state)
+        if positions and last != state.order_of(epoch):  # an epoch that is over, in an order that is over
+            key = LayoutKey(epoch=epoch, num_lanes=state.segment.num_lanes, rotation=0)
+            return Piece(identity=last, key=key, positions=Intervals.whole(last.rows_of(epoch)), manifest=manifest)
         return piece_of(state, epoch, positions, manifest) if positions else None
 
     def _identity_of(self, epoch: int, state: State) -> Identity:
-        """Return the identity of the last state of ``epoch``: each epoch may have another table version."""
-        end = None if state.identity.endless else self._walk.ends.get(epoch)
-        return state.identity if end is None else end.identity
+        """Return the order in which ``epoch`` was read last: each epoch may have another table version."""
+        if state.identity.endless:
+            pieces = self._walk.pieces.get(epoch)
+            return pieces[-1].identity if pieces else state.order_of(epoch)
+        return self._walk.ends.get(epoch, state).order_of(epoch)
 
     def _dropped(self, epoch: int) -> Piece | None:
         """Return the rows that the tail drops from ``epoch`` on purpose, by the plan of its last state."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lakeckpt.checkpoint.consumed.rows import RowOrder, order_name
 from lakeckpt.checkpoint.format.manifest import Manifest
-from lakeckpt.checkpoint.ledger.report import EpochAudit, EpochStatus, FindingKind
+from lakeckpt.checkpoint.ledger.audit_report import EpochAudit, EpochStatus, FindingKind
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import LayoutKey, Plan
@@ -52,7 +52,7 @@ def piece_of(state: State, epoch: int, positions: Intervals, manifest: Manifest)
     if state.identity.endless or epoch == state.epoch:
         with contextlib.suppress(ValueError):  # the epoch is over: all rows of it, in any order
             key = Plan(state).layout(epoch)
-    return Piece(identity=state.identity, key=key, positions=positions, manifest=manifest)
+    return Piece(identity=state.order_of(epoch), key=key, positions=positions, manifest=manifest)
 
 
 class Space:

@@ -4,7 +4,7 @@ One manifest holds the record of step K: the place of the reader after each step
 The same plan deals the rows between steps K-1 and K to the ranks again, and their positions are looked up in the order.
 
 The module reads only ``log/`` and ``index/``, and never the table, unless documents of packed sequences are to be
-named (`lakeckpt.checkpoint.ledger.documents`). It never imports torch, and starts no threads.
+named (`lakeckpt.checkpoint.ledger.document_finder`). It never imports torch, and starts no threads.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy.typing as npt
 from lakeckpt.checkpoint.consumed.rows import GroupRows, RowOrder, name_rows, order_name
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.audit import read_run
-from lakeckpt.checkpoint.ledger.documents import DocumentFinder, DocumentTokens
+from lakeckpt.checkpoint.ledger.audit_report import plain_of
+from lakeckpt.checkpoint.ledger.document_finder import DocumentFinder, DocumentTokens
 from lakeckpt.checkpoint.ledger.indexes import orders_of
-from lakeckpt.checkpoint.ledger.records import SourceRecord, readers_in
-from lakeckpt.checkpoint.ledger.report import plain_of
+from lakeckpt.checkpoint.ledger.source_records import SourceRecord, readers_in
 from lakeckpt.checkpoint.persist.history import History, index_path, selection_path
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import Assignment, LayoutKey, Plan
+from lakeckpt.core.plan import LayoutKey, Plan
 from lakeckpt.core.receipts import Span
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from lakeckpt.lake.storage.base import Storage
@@ -236,11 +236,12 @@ class _Explainer:
         """Return the rows of ``step``, one entry for each table version that it read."""
         by_order: dict[str, tuple[Identity, list[tuple[Plan, int, int]]]] = {}
         for one in self._stretches(step):
-            identity = one[0].state.identity
-            by_order.setdefault(order_name(identity), (identity, []))[1].append(one)
+            for identity in one[0].state.epoch_orders:
+                by_order.setdefault(order_name(identity), (identity, []))[1].append(one)
         if not by_order:
             by_order[order_name(self._identity)] = self._identity, []
-        return [self._step(step, ranks, identity, stretches) for identity, stretches in by_order.values()]
+        every = [self._step(step, ranks, identity, stretches) for identity, stretches in by_order.values()]
+        return [one for one in every if one.epochs] or every[-1:]
 
     def _order_of(self, identity: Identity) -> RowOrder:
         order = self._orders.get(order_name(identity))
@@ -333,16 +334,19 @@ class _Explainer:
             for loader_step in range(low, high):
                 assignment = plan.assignment(loader_step, rank)
                 receipt, keys = assignment.receipt, {key.epoch: key for key in assignment.layouts}
-                rows += [_rows(span, keys[span.epoch], plan, order) for span in receipt.spans]
+                spans = tuple(span for span in receipt.spans if plan.state.order_of(span.epoch) == identity)
+                if receipt.spans and not spans:
+                    continue
+                rows += [_rows(span, keys[span.epoch], plan, order) for span in spans]
                 if order.unit > 1:
-                    self._add_packed(tokens, named, assignment, identity)
+                    self._add_packed(tokens, named, spans, keys, identity)
                 micro_batches.append(
                     MicroBatch(
                         number=receipt.micro_batch,
                         lane=receipt.lane,
                         loader_step=loader_step,
-                        spans=receipt.spans,
-                        excluded=self._why_excluded(rank, receipt.spans),
+                        spans=spans,
+                        excluded=self._why_excluded(rank, spans),
                     )
                 )
         found = np.concatenate(rows)
@@ -363,11 +367,16 @@ class _Explainer:
         return ""
 
     def _add_packed(
-        self, tokens: list[GroupRows], named: list[DocumentTokens], assignment: Assignment, identity: Identity
+        self,
+        tokens: list[GroupRows],
+        named: list[DocumentTokens],
+        spans: Sequence[Span],
+        keys: Mapping[int, LayoutKey],
+        identity: Identity,
     ) -> None:
         """Add the tokens of the windows that hold packed sequences, and the documents that stand in these sequences."""
-        order, keys = self._order_of(identity), {key.epoch: key for key in assignment.layouts}
-        for span in assignment.receipt.spans:
+        order = self._order_of(identity)
+        for span in spans:
             layout = order.layout(identity.spec, keys[span.epoch], identity.endless)
             tokens += order.tokens_of(layout, _interval(span))
             if self.documents is not None:

@@ -90,5 +90,5 @@ def _identities_of(records: Iterable[ReaderRecord]) -> set[Identity]:
     found: set[Identity] = set()
     for plain in plains:
         with contextlib.suppress(StateError):
-            found.update(State.from_plain(plain).orders)
+            found.update(State.from_plain(plain).every_order)
     return found

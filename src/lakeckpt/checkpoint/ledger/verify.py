@@ -22,8 +22,8 @@ from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import OBJECTS, PARTS, PartRecord
 from lakeckpt.checkpoint.format.verified_reads import fetch_part, fetch_register, verify_file
 from lakeckpt.checkpoint.ledger.audit import read_run
+from lakeckpt.checkpoint.ledger.audit_report import plain_of
 from lakeckpt.checkpoint.ledger.indexes import index_damage
-from lakeckpt.checkpoint.ledger.report import plain_of
 from lakeckpt.checkpoint.persist.history import History, must_stay
 from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
 from lakeckpt.checkpoint.state.wholes import Wholes

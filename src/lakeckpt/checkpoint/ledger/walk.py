@@ -21,7 +21,7 @@ from lakeckpt.checkpoint.consumed.rest_of_epoch import rows_consumed
 from lakeckpt.checkpoint.consumed.rows import RowOrder, order_name
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, piece_of
-from lakeckpt.checkpoint.ledger.records import Records, SourceRecord, SourceStretch
+from lakeckpt.checkpoint.ledger.source_records import Records, SourceRecord, SourceStretch
 from lakeckpt.core.changes import replan
 from lakeckpt.core.consumption import consumed, consumption
 from lakeckpt.core.identity import Identity
@@ -69,7 +69,7 @@ class ReaderWalk:
             for stretch in record.stretches:
                 begin = stretch.begin
                 origin = origin or begin
-                identities[order_name(begin.identity)] = begin.identity
+                identities |= {order_name(one): one for one in begin.epoch_orders}
                 self._check_begun(manifest, begin)
                 self._take(manifest, stretch)
                 self._follow(begin)
@@ -83,7 +83,7 @@ class ReaderWalk:
                 self._check_frontier(manifest, record, record.stretches[-1].end)
             advance()
         assert tip is not None and origin is not None
-        identities[order_name(tip.identity)] = tip.identity
+        identities |= {order_name(one): one for one in tip.epoch_orders}
         for _, identity in sorted(identities.items()):
             self._check_rows(identity)
         self._check_origin(origin)
@@ -106,7 +106,7 @@ class ReaderWalk:
             if derived != {epoch: positions for epoch, positions in recorded.items() if positions}:
                 self.doubt(f"{slot}: the recorded intervals are not those that follow from the recorded states")
         for epoch, positions in recorded.items():
-            rows = begin.identity.rows_of(epoch)
+            rows = begin.rows_of(epoch)
             if positions and positions.stops[-1] > rows:
                 self.doubt(f"{slot}: positions beyond the {rows:,} rows of epoch {epoch}")
                 positions = positions.intersection(Intervals.whole(rows))

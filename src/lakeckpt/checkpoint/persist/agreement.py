@@ -177,7 +177,7 @@ def _bundles_in(tally: Tally) -> Iterator[tuple[str, Intervals]]:
 
 
 def _kind_of(bundle: Sequence[Unit]) -> str:
-    """Return a digest of which tensors a bundle has, and how they are divided, apart from their contents."""
+    """Return a digest of the tensors of a bundle and their division, apart from their contents."""
     kinds = sum_of((unit.id[0], unit.id[1][DIGEST_BYTES:]) for unit in bundle)
     return short_digest(repr(bundle[0].bundle).encode(), b"%x" % kinds)[:_KIND_BYTES].hex()
 

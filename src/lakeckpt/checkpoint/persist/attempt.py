@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lakeckpt.checkpoint.consumed.excluded import Opening
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
 from lakeckpt.checkpoint.format.manifest import Entry, Manifest
 from lakeckpt.checkpoint.format.parts import SaveId
@@ -40,6 +41,8 @@ class Attempt:
     """The optimizer step of ``parent``: the log has recorded what was consumed up to it."""
     pending: Mapping[str, tuple[PendingRecord, ...]] = field(default_factory=dict)
     """reader → what an earlier attempt consumed after ``recorded``, if the history goes on from an arena."""
+    openings: Mapping[str, Opening] = field(default_factory=dict)
+    """reader → what it excluded when the attempt began."""
     saves: int = 0
     """How many saves have begun."""
 

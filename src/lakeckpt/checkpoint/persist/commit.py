@@ -22,7 +22,6 @@ from lakeckpt.checkpoint.format.manifest import Manifest, said_of
 from lakeckpt.checkpoint.format.parts import PARTS, PartHead, PartRecord, SaveId
 from lakeckpt.checkpoint.format.sharing import are_tiled, say_ranks
 from lakeckpt.checkpoint.format.units import SUMS
-from lakeckpt.checkpoint.persist.failures import published_failure
 from lakeckpt.checkpoint.persist.log import SlotTaken, read_entry
 from lakeckpt.checkpoint.state.wholes import Wholes
 from lakeckpt.core.intervals import Intervals
@@ -99,11 +98,11 @@ def collect_parts(
     expected: Expected,
     waiter: Waiter,
     timeout_s: float,
-    still: Callable[[], None] = lambda: None,
+    obstacles: Callable[[], None] = lambda: None,
 ) -> Collected:
     """Wait for the parts of all ranks; read and check each part as it comes.
 
-    ``still`` is called whenever parts are missing, and raises if waiting has become pointless.
+    ``obstacles`` is called whenever parts are missing, and raises if waiting is in vain.
     Raises `SaveFailed` naming the ranks whose part did not come in time, a rank that failed or wrote other units than
     agreed, or a tensor whose parts do not make up the whole tensor.
     """
@@ -115,20 +114,15 @@ def collect_parts(
         for info in storage.list(folder):
             name = info.path.removeprefix(folder + "/")
             rank = int(name[:5]) if name[:5].isdigit() else -1
-            if name == f"{rank:05d}.failed" and (failure := published_failure(storage, save, rank)) is not None:
-                raise failure
             if name == f"{rank:05d}.lkc" and rank not in found:
                 new[info.path] = rank
         read = list(pool.map(storage.read, new))
         for (path, rank), data in zip(new.items(), read, strict=True):
             found[rank] = _checked_part(path, data, rank, save, cut, expected.alone[rank]), short_digest(data)
-        if len(found) == world_size:
-            return True
-        still()
-        return None
+        return len(found) == world_size or None
 
     with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-commit") as pool:
-        is_whole = poll(look, waiter=waiter, timeout_s=timeout_s)
+        is_whole = poll(look, waiter=waiter, timeout_s=timeout_s, obstacles=obstacles)
     if is_whole is None:
         missing = Intervals.of([(rank, rank + 1) for rank in found]).complement(world_size)
         raise SaveFailed(
@@ -205,8 +199,16 @@ def superseded(attempt: int, taken: SlotTaken) -> str:
     )
 
 
-def await_commit(storage: Storage, save: SaveId, slot: int, *, waiter: Waiter, timeout_s: float) -> Manifest:
-    """Wait until rank 0 has committed ``save`` into ``slot``.
+def await_commit(
+    storage: Storage,
+    save: SaveId,
+    slot: int,
+    *,
+    waiter: Waiter,
+    timeout_s: float,
+    obstacles: Callable[[], None] = lambda: None,
+) -> Manifest:
+    """Wait until rank 0 has committed ``save`` into ``slot``. ``obstacles``: see `collect_parts`.
 
     Raises `AttemptSuperseded`, or `SaveFailed` if rank 0 failed or was silent.
     """
@@ -221,9 +223,6 @@ def await_commit(storage: Storage, save: SaveId, slot: int, *, waiter: Waiter, t
             except WireError as error:
                 raise SaveFailed(f"slot {slot} cannot be read back: {error}") from error
             if entry is None:
-                failure = published_failure(storage, save, 0)
-                if failure is not None:
-                    raise failure
                 return None
         except StorageError as error:  # of one look: rank 0 may have committed
             failing.append(error)
@@ -233,7 +232,7 @@ def await_commit(storage: Storage, save: SaveId, slot: int, *, waiter: Waiter, t
         raise AttemptSuperseded(superseded(save.attempt, SlotTaken(slot, entry)))
 
     failing: list[StorageError] = []
-    manifest = poll(look, waiter=waiter, timeout_s=timeout_s)
+    manifest = poll(look, waiter=waiter, timeout_s=timeout_s, obstacles=obstacles)
     if manifest is None and failing:
         raise SaveFailed(
             f"whether rank 0 committed the checkpoint of step {save.step} is not known: {failing[0]}"

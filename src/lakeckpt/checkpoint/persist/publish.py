@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
 
 from lakeckpt.checkpoint.bubbles.record import waits_of_job
 from lakeckpt.checkpoint.consumed.excluded import excluded_of, with_excluded
@@ -30,15 +30,7 @@ from lakeckpt.checkpoint.format.units import SUMS, sum_of, tensor_unit, tree_uni
 from lakeckpt.checkpoint.persist.agreement import Agreement, agree
 from lakeckpt.checkpoint.persist.attempt import Attempt, Tip
 from lakeckpt.checkpoint.persist.commit import Collected, Expected, Remarks, await_commit, collect_parts, verify_objects
-from lakeckpt.checkpoint.persist.failures import (
-    ListeningWaiter,
-    leave_note,
-    noted_failure,
-    noted_stop,
-    publish_failure,
-    save_error,
-    save_failed,
-)
+from lakeckpt.checkpoint.persist.failures import save_failed
 from lakeckpt.checkpoint.persist.log import signed
 from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.persist.retention import Retention
@@ -54,12 +46,9 @@ from lakeckpt.errors import (
 )
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.facts import facts_of
-from lakeckpt.tracking.notes import error_to_text
+from lakeckpt.tracking.notes import error_to_text, save_error
 from lakeckpt.tracking.rounds import Rounds
 from lakeckpt.tracking.waiting import Waiter
-
-if TYPE_CHECKING:
-    from lakeckpt.tracking.exchange import Exchange
 
 __all__ = ["Publisher", "Settings"]
 
@@ -80,8 +69,9 @@ class Settings:
 class Publisher:
     """Publishes the cuts of ``rank`` of ``world_size``, for one attempt.
 
-    ``still`` is called while rank 0 waits for parts, and right before a commit; it raises if nothing may be committed
-    any more. ``exchange``: where trainers leave notes of failures, beside those in storage.
+    ``refuse(save)`` is called while this rank waits for others in a save, and raises why it waits in vain.
+    ``tell(save, error)`` tells the other ranks why a save fails on this one. ``still`` is called right before a commit,
+    and raises if nothing may be committed any more.
     """
 
     def __init__(
@@ -94,16 +84,16 @@ class Publisher:
         settings: Settings,
         waiter: Waiter,
         clock: Callable[[], float] = time.time,
+        refuse: Callable[[SaveId], None],
+        tell: Callable[[SaveId, Exception], object],
         still: Callable[[], None] = lambda: None,
-        exchange: Exchange | None = None,
     ) -> None:
         self.attempt = attempt
         self._storage = storage
         self._rank, self._world_size = rank, world_size
         self._settings = settings
-        self._exchange = exchange
-        self._waiter = waiter if exchange is None else ListeningWaiter(waiter, self._listen)
-        self._current: SaveId | None = None
+        self._refuse, self._tell = refuse, tell
+        self._waiter = waiter
         self._clock = clock
         self._still = still
         self.tip = Tip(storage, attempt)
@@ -119,7 +109,6 @@ class Publisher:
         Raises `SaveFailed`, `AttemptSuperseded`, `TrackingError` if the ranks are not at
         one cut, and ``taken`` itself if it is an error.
         """
-        self._current = save
         try:
             announced = self._announce(save, taken)
             cut, agreement = self._agree(save, taken, announced, talk)
@@ -134,26 +123,6 @@ class Publisher:
             raise
         self._prune(manifest, found, part)
         return manifest
-
-    def _tell_others(self, save: SaveId, failure: Exception) -> None:
-        if self._exchange is not None:
-            leave_note(self._exchange, save, failure)
-        publish_failure(self._storage, save, self._rank, failure)
-
-    def _listen(self) -> None:
-        """Raise the error of a note that another rank has left of the current save."""
-        assert self._exchange is not None and self._current is not None
-        failure = noted_failure(self._exchange, self._current)
-        if failure is not None:
-            raise failure
-        self._refuse_stopped()
-
-    def _refuse_stopped(self) -> None:
-        """Raise why another trainer has stopped, if one has that takes no part in the current save."""
-        if self._exchange is not None and (stop := noted_stop(self._exchange)) is not None:
-            assert self._current is not None
-            if self._current.number >= stop[0]:
-                raise stop[1]
 
     # --- announce
 
@@ -196,7 +165,7 @@ class Publisher:
             units = taken.staged.units() if isinstance(taken, StagedCut) else []
             agreement = agree(talk, facts=facts, units=units, announce=announced, states=states)
         except MissingRanksError as error:
-            self._refuse_stopped()
+            self._refuse(save)
             raise failure or SaveFailed(f"the checkpoint of step {save.step}: {error}") from error
         failures = sorted(  # the first one is a failure, if any is
             (name, *text.split(": ", 1))
@@ -217,10 +186,10 @@ class Publisher:
             return self._written(cut, save, agreement)
         except Exception as error:
             if not isinstance(error, (LakeckptError, OSError)):
-                self._tell_others(save, error)
+                self._tell(save, error)
                 raise
             failure = save_failed(f"rank {self._rank} could not write its part of step {save.step}: {error}", error)
-            self._tell_others(save, failure)
+            self._tell(save, failure)
             raise failure from error
 
     def _written(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> PartRecord:
@@ -285,7 +254,7 @@ class Publisher:
                 expected=Expected(alone=[one % SUMS for one in alone], bundles=agreement.bundles),
                 waiter=self._waiter,
                 timeout_s=self._settings.timeout_s,
-                still=self._still,
+                obstacles=partial(self._refuse, save),
             )
             verify_objects(self._storage, collected.heads)
             return self._checkpoint(cut, save, agreement, collected)
@@ -338,10 +307,10 @@ class Publisher:
             if isinstance(error, (LakeckptError, OSError)):
                 self._committed(save)
             if not isinstance(error, OSError):
-                self._tell_others(save, error)
+                self._tell(save, error)
                 raise
             failure = save_failed(f"the checkpoint of step {save.step} could not be committed: {error}", error)
-            self._tell_others(save, failure)
+            self._tell(save, failure)
             raise failure from error
 
     # --- commit
@@ -354,8 +323,14 @@ class Publisher:
                 self.tip.put(found[0])
                 return found[0]
             timeout_s = 2 * self._settings.timeout_s  # rank 0 may wait as long for a part before it commits
-            slot = int(agreement.announced["slot"])
-            return await_commit(self._storage, save, slot, waiter=self._waiter, timeout_s=timeout_s)
+            return await_commit(
+                self._storage,
+                save,
+                int(agreement.announced["slot"]),
+                waiter=self._waiter,
+                timeout_s=timeout_s,
+                obstacles=partial(self._refuse, save),
+            )
         except (LakeckptError, OSError) as error:  # the answer to a commit may be lost; rank 0 may end right behind it
             may_be_there = found is not None or isinstance(error, SaveFailed)
             if may_be_there and (late := self._committed(save)) is not None:

@@ -2,8 +2,7 @@
 
 In each round every rank puts its facts beside the parts of the save; rank 0 reads them all and puts the answer, which
 the other ranks wait for: two puts deep, however many ranks there are. Names are of the save, the round and the rank,
-and are written once. A rank that gives the save up leaves its note there, and every rank that waits sees it; a rank
-that writes nothing is named when the time is over.
+and are written once. A rank that writes nothing is named when the time is over.
 
 The records need no process group and no port, and serve processes that never run at the same time. Retention removes
 them with the parts. The module imports without torch; threads that read are started and joined within a call.
@@ -13,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from lakeckpt.checkpoint.format.parts import PARTS, SaveId
-from lakeckpt.checkpoint.persist.failures import published_failure
 from lakeckpt.errors import MissingRanksError, ObjectMissing, SaveFailed, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.rounds import (
@@ -47,16 +46,16 @@ class RecordTalk(Rounds):
         world_size: int,
         waiter: Waiter,
         timeout_s: float,
-        still: Callable[[], None] = lambda: None,
+        obstacles: Callable[[], None] = lambda: None,
         pause_s: float = LONGEST_S,
     ) -> None:
-        """``still``: called whenever nothing was found yet; raises if there is nobody to wait for any more.
+        """``obstacles``: called whenever nothing was found yet; raises if waiting is in vain.
         ``pause_s``: the longest pause between two looks."""
         super().__init__(rank=rank, world_size=world_size)
         self._storage, self._save = storage, save
         self._folder = f"{PARTS}/{save.folder}"
-        self._waiter, self._timeout_s = waiter, timeout_s
-        self._still, self._pause_s = still, pause_s
+        self._timeout_s = timeout_s
+        self._poll = partial(poll, waiter=waiter, longest_s=pause_s, obstacles=obstacles)
 
     def state_alone(self, facts: Mapping[str, str]) -> None:
         """Take part in a round without waiting for it: rank 0 answers with its own facts."""
@@ -79,21 +78,12 @@ class RecordTalk(Rounds):
 
         def look() -> bool | None:
             listed = {info.path for info in self._storage.list(self._folder)}
-            failed = [rank for rank in range(1, self.world_size) if self._save.failure_path(rank) in listed]
-            if failed:  # the other ranks look for the answer of rank 0, and not for the note of every rank
-                failure = published_failure(self._storage, self._save, failed[0])
-                assert failure is not None
-                self._answer(number, answer_to_bytes(failure))
-                raise failure
             new = [path for path in names if path in listed and path not in found]
             found.update(zip(new, pool.map(lambda path: self._read(path, facts_from_bytes), new), strict=True))
-            if len(found) == len(names):
-                return True
-            self._still()
-            return None
+            return len(found) == len(names) or None
 
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="lakeckpt-records") as pool:
-            is_complete = poll(look, waiter=self._waiter, timeout_s=self._timeout_s, longest_s=self._pause_s)
+            is_complete = self._poll(look, timeout_s=self._timeout_s)
         if is_complete is None:
             silent = ranks_of(rank for path, rank in names.items() if path not in found)
             raise MissingRanksError(
@@ -107,14 +97,10 @@ class RecordTalk(Rounds):
             try:
                 return self._read(f"{self._folder}/answer-{number}", tally_from_bytes)
             except ObjectMissing:
-                failure = published_failure(self._storage, self._save, 0)
-                if failure is not None:
-                    raise failure from None
-                self._still()
                 return None
 
         timeout_s = 2 * self._timeout_s  # rank 0 waits for all others first, as long as it may
-        answer = poll(look, waiter=self._waiter, timeout_s=timeout_s, longest_s=self._pause_s)
+        answer = self._poll(look, timeout_s=timeout_s)
         if answer is None:
             raise MissingRanksError(
                 f"rank 0 of {self.world_size} did not answer for the save of step {self._save.step} within "

@@ -3,39 +3,25 @@
 A rank that got a signal leaves a note, for which the threads of the other ranks look about once a second. Then each
 rank states the first cut at which it can still stop, and does not go beyond that cut until there is an answer. Rank 0
 answers with the latest of these cuts: every rank can stop there. Threads state and answer, so that it does not matter
-whether the main threads are in a collective. Without a signal there are no notes. A rank that cannot reach the cut
-leaves a note that aborts the save on all ranks.
+whether the main threads are in a collective. Without a signal there are no notes.
 
 The module starts no threads and never waits.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
-
-from lakeckpt.checkpoint.persist.failures import noted_stop
 
 if TYPE_CHECKING:
     from lakeckpt.tracking.exchange import Exchange
 
-__all__ = ["Agreement", "Obstacle"]
+__all__ = ["Agreement"]
 
-_SIGNAL, _CUT, _ABORTED = "preempted/signal", "preempted/cut", "preempted/aborted"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Obstacle:
-    """Why the ranks cannot save together."""
-
-    reason: str
-    is_loss: bool
-    """A rank is gone, so that its launcher starts the job again; else the ranks live, and one is too late."""
+_SIGNAL, _CUT = "preempted/signal", "preempted/cut"
 
 
 class Agreement:
-    """The notes of one rank. One thread calls it, but for `abort`, which any thread may call.
+    """The notes of one rank. One thread calls it.
 
     All methods that leave a note raise `MissingRanksError` where the store of the job is gone.
     """
@@ -76,18 +62,6 @@ class Agreement:
     def missing(self) -> list[int]:
         """Return the ranks of which no cut is known here: on rank 0, those that have not answered."""
         return [rank for rank in range(self._exchange.world_size) if rank not in self._stated]
-
-    def abort(self, obstacle: Obstacle) -> None:
-        """Leave a note that the save is aborted."""
-        self._exchange.publish(_ABORTED, json.dumps(asdict(obstacle)).encode())
-
-    def aborted(self) -> Obstacle | None:
-        """Return why another rank has aborted the save, or has stopped; None where none has."""
-        found = self._exchange.peek(_ABORTED)
-        if found is not None:
-            return Obstacle(**json.loads(found))
-        stop = noted_stop(self._exchange, well=False)
-        return None if stop is None else Obstacle(reason=str(stop[1]), is_loss=True)
 
 
 def _stated_by(rank: int) -> str:

@@ -28,10 +28,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from statistics import median
 from typing import TYPE_CHECKING, NoReturn
 
-from lakeckpt.checkpoint.preemption.agreement import Agreement, Obstacle
+from lakeckpt.checkpoint.preemption.agreement import Agreement
 from lakeckpt.checkpoint.preemption.requeue import check_requeue, requeue_job
 from lakeckpt.checkpoint.preemption.signals import Signals, check_handlers, checked_signals
 from lakeckpt.errors import ConfigError, LakeckptError
+from lakeckpt.tracking.obstacles import ABORTED, LATE, STOPPED
 from lakeckpt.tracking.waiting import SystemWaiter, poll
 
 if TYPE_CHECKING:
@@ -57,6 +58,15 @@ _NOTE_S = 1.0
 
 class Preempted(SystemExit):
     """The cut is saved, and the process is to end with status 128 + the number of the signal (143 for SIGTERM)."""
+
+
+class _CannotSave(Exception):
+    """The ranks cannot save together. ``is_late``: they all live; else one is gone, and its launcher starts the job
+    again."""
+
+    def __init__(self, reason: str, *, is_late: bool = False) -> None:
+        super().__init__(reason)
+        self.is_late = is_late
 
 
 class Preemption:
@@ -235,13 +245,12 @@ class Preemption:
                 self._changed.wait(None if is_saving else left_s)
             else:
                 return
-        reason = f"the training loop came to no further cut within {self.grace_s:g} s"
-        obstacle = Obstacle(reason=reason, is_loss=False)
+        late = _CannotSave(f"the training loop came to no further cut within {self.grace_s:g} s", is_late=True)
         if self._exchange.world_size > 1:  # the store may be silent
-            note = threading.Thread(target=self._abort, args=(obstacle,), name="lakeckpt-abort", daemon=True)
+            note = threading.Thread(target=self._abort, args=(late,), name="lakeckpt-abort", daemon=True)
             note.start()
             note.join(_NOTE_S)
-        self._end(obstacle)
+        self._end(late)
 
     # --- the thread that talks with other ranks
 
@@ -255,29 +264,26 @@ class Preemption:
         if number is None:
             return
         try:
-            obstacle = self._agree(number, _ANSWER_S + 2 * look_s) or self._watched(float("inf"))
-        except LakeckptError as error:
-            obstacle = Obstacle(reason=str(error), is_loss=True)
+            self._agree(number, _ANSWER_S + 2 * look_s)
+            self._watch(float("inf"))
         except BaseException as error:
-            obstacle = Obstacle(reason=repr(error), is_loss=True)
-        if obstacle is not None and not self._is_last:
-            self._abort(obstacle)
-            self._end(obstacle)
+            text = str(error) if isinstance(error, LakeckptError) else repr(error)
+            cannot = error if isinstance(error, _CannotSave) else _CannotSave(text)
+            if not self._is_last:
+                self._abort(cannot)
+                self._end(cannot)
 
-    def _agree(self, number: int, timeout_s: float) -> Obstacle | None:
-        """Agree on the cut. Returns why the ranks cannot save together; None where they can, or it is over."""
-        if (obstacle := self._obstacle()) is not None:
-            return obstacle
+    def _agree(self, number: int, timeout_s: float) -> None:
+        """Agree on the cut. Raises `_CannotSave`."""
+        self._refuse()
         self._agreement.announce(number)
         with self._changed:
             self._stated = self._passed + 1
         self._agreement.state(self._stated)
-        if (obstacle := self._watched(timeout_s, until=self._has_cut)) is not None:
-            return obstacle
+        self._watch(timeout_s, until=self._has_cut)
         if self._cut is None and not self._is_over:
             silent = f"ranks {self._agreement.missing()}" if self._exchange.rank == 0 else "rank 0"
-            return Obstacle(reason=f"{silent} did not answer within {timeout_s:g} s", is_loss=True)
-        return None
+            raise _CannotSave(f"{silent} did not answer within {timeout_s:g} s")
 
     def _has_cut(self) -> bool:
         """Look for the answer of the ranks."""
@@ -287,37 +293,36 @@ class Preemption:
             self._changed.notify_all()
         return cut is not None
 
-    def _watched(self, timeout_s: float, until: Callable[[], bool] = lambda: False) -> Obstacle | None:
-        """Return why the ranks cannot save together, as soon as that is known. None where this rank has saved,
-        ``until`` is true, or ``timeout_s`` have passed."""
+    def _watch(self, timeout_s: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Return when this rank has saved, ``until`` is true, or ``timeout_s`` have passed. Raises `_CannotSave` as
+        soon as an obstacle is known."""
+        poll(
+            lambda: self._is_over or until() or None,
+            waiter=SystemWaiter(),
+            timeout_s=timeout_s,
+            longest_s=_PAUSE_S,
+            obstacles=self._refuse,
+        )
 
-        def look() -> Obstacle | bool | None:
-            return self._is_over or self._obstacle() or until() or None
-
-        found = poll(look, waiter=SystemWaiter(), timeout_s=timeout_s, longest_s=_PAUSE_S)
-        return found if isinstance(found, Obstacle) else None
-
-    def _obstacle(self) -> Obstacle | None:
-        """Return why the ranks cannot save together; None where nothing is known against it."""
-        # Before the note: a rank that aborts leaves its note, and ends.
-        dead = None if self._is_saving else self._exchange.ended()
-        if (obstacle := self._agreement.aborted()) is not None or dead is None:
-            return obstacle
-        return Obstacle(reason=f"the process of rank {dead} has ended", is_loss=True)
+    def _refuse(self) -> None:
+        """Raise `_CannotSave` if an obstacle is known. A rank that has left well is none: it has saved."""
+        for one in self._exchange.obstacles.look():
+            if one.kind in (ABORTED, LATE, STOPPED):
+                text = str(one.to_error()) if one.kind == STOPPED else one.cause
+                raise _CannotSave(text, is_late=one.kind == LATE)
 
     # --- the end
 
-    def _abort(self, obstacle: Obstacle) -> None:
-        with suppress(LakeckptError):
-            self._agreement.abort(obstacle)
+    def _abort(self, error: _CannotSave) -> None:
+        self._exchange.obstacles.abort(str(error), is_late=error.is_late)
 
-    def _end(self, obstacle: Obstacle) -> NoReturn:
+    def _end(self, error: _CannotSave) -> NoReturn:
         """End this process without a save."""
         kept = f"the newest checkpoint is of step {self._saved_step()}"
         if self._has_agent:
             kept += ", unless all ranks have captured a newer cut, which their agents persist"
-        self._report(f"{obstacle.reason}. Nothing is saved anew: {kept}")
-        if not obstacle.is_loss:
+        self._report(f"{error}. Nothing is saved anew: {kept}")
+        if error.is_late:
             self._requeue()
         with suppress(Exception):
             for child in multiprocessing.active_children():  # loader workers, which ignore the signal of others

@@ -230,6 +230,7 @@ def _agreed(own: Candidate, tally: Tally, world_size: int) -> Candidate:
         own.pins,
         indexes={name: index for name, index in own.pins.indexes.items() if name not in skipped},
         states={name: state for name, state in own.pins.states.items() if name not in skipped},
+        changes={name: every for name, every in own.pins.changes.items() if name not in skipped},
         skipped=skipped,
     )
     return replace(own, readers=readers, pins=pins, is_checked=_UNCHECKED not in tally.facts)

@@ -40,6 +40,7 @@ from lakeckpt.checkpoint.restore.compare import Candidate
 from lakeckpt.checkpoint.restore.from_memory import Offer, Remembered
 from lakeckpt.checkpoint.restore.from_storage import committed
 from lakeckpt.checkpoint.restore.presence import Presence
+from lakeckpt.checkpoint.restore.table_versions import openings_at
 from lakeckpt.checkpoint.state.random_states import derive_random, restore_random
 from lakeckpt.errors import ArenaError, CheckpointDamaged, DamageWarning
 from lakeckpt.lake.storage.base import Storage, expect_folder
@@ -261,7 +262,7 @@ class Restorer:
 
     def _go_on(self, attempt: Attempt, chosen: Candidate) -> None:
         """Let the attempt, and the random states of this process, go on from what was restored."""
-        attempt.pending = chosen.pending
+        attempt.pending, attempt.openings = chosen.pending, openings_at(chosen.readers, chosen.pins, chosen.step)
         if (manifest := chosen.manifest) is not None:
             attempt.parent, attempt.seed, attempt.recorded = manifest.slot, manifest.seed, manifest.step
         if chosen.loaded.random is None:

@@ -16,17 +16,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
+from lakeckpt.checkpoint.consumed.excluded import Change, Opening, opening_of
 from lakeckpt.checkpoint.consumed.rest_of_epoch import excluding, in_lockstep
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
-from lakeckpt.checkpoint.persist.history import index_path
+from lakeckpt.checkpoint.persist.history import index_path, selection_path
 from lakeckpt.core.state import State
 from lakeckpt.errors import CheckpointDamaged, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.index import TableIndex
+from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.tracking.readers import VersionedReader, index_of, tables_of
 
-__all__ = ["Pins", "fit_readers", "go_to", "opened_versions", "pins_as_on", "records_at"]
+__all__ = ["Pins", "fit_readers", "go_to", "opened_versions", "openings_at", "pins_as_on", "records_at"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,8 @@ class Pins:
     """The version to go to; readers that are not named stay at the one at hand."""
     states: Mapping[str, State] = field(default_factory=dict)
     """The state to load in place of the one that was saved, where other row groups are excluded than then."""
+    changes: Mapping[str, Mapping[str, Change]] = field(default_factory=dict)
+    """Reader → what it excludes of each source of a mixture (""; it reads one table), where that is positions."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Why the rest of the state's epoch is skipped; found on rank 0 alone."""
     grown: Mapping[str, str] = field(default_factory=dict)
@@ -52,6 +56,7 @@ def fit_readers(
     """
     indexes: dict[str, TableIndex] = {}
     states: dict[str, State] = {}
+    changes: dict[str, dict[str, Change]] = {}
     skipped: dict[str, str] = {}
     grown: dict[str, str] = {}
     for at, record in records.items():
@@ -66,19 +71,24 @@ def fit_readers(
                 indexes[name], states[name] = excluding(state, fit.index, fit.excluding)
             elif fit.index is not None:
                 indexes[name] = fit.index
+            if fit.order is not None:
+                changes.setdefault(at, {})[name[len(at) + 1 :]] = fit.order, fit.excluded
             if fit.begins is not None:
                 states[name] = fit.begins
             if fit.grown:
                 grown[name] = fit.grown
             if fit.skipped:
                 skipped[name] = fit.skipped
-    return Pins(indexes=indexes, states=states, skipped=skipped, grown=grown)
+    return Pins(indexes=indexes, states=states, changes=changes, skipped=skipped, grown=grown)
 
 
-def _saved(storage: Storage, live: str, digest: str) -> TableIndex | None:
-    """Return the index that the run keeps under ``digest``; None if it is damaged or missing, or if the store fails and
-    the index ``live`` has the same digest."""
+def _saved(storage: Storage, live: str, digest: str, selection: str = "") -> TableIndex | RowSelection | None:
+    """Return the index that the run keeps under ``digest``, or the ``selection`` of its rows; None if it is damaged or
+    missing, or if the store fails and the index ``live`` has the same digest."""
     try:
+        if selection:
+            counted = RowSelection.loads(read_object(storage, selection_path(digest, selection)))
+            return counted if counted.digest == selection else None
         index = TableIndex.loads(read_object(storage, index_path(digest)))
     except (CheckpointDamaged, WireError):
         return None
@@ -87,6 +97,14 @@ def _saved(storage: Storage, live: str, digest: str) -> TableIndex | None:
             return None
         raise
     return index if index.digest == digest else None
+
+
+def openings_at(records: Mapping[str, ReaderRecord], pins: Pins, step: int) -> dict[str, Opening]:
+    """Return what readers exclude where they go on from their ``records``, at the cut of optimizer step ``step``."""
+    return {
+        name: opening_of(records[name].state, changes, reason="damaged", step=step)
+        for name, changes in pins.changes.items()
+    }
 
 
 def go_to(objects: Mapping[str, Any], indexes: Mapping[str, TableIndex]) -> Callable[[], None]:
@@ -112,7 +130,8 @@ def records_at(objects: Mapping[str, Any], records: Mapping[str, ReaderRecord], 
     found = dict(records)
     for name in pins.skipped:
         found[name] = replace(records[name], state=objects[name].next_epoch(records[name].state))
-    for name, state in pins.states.items():
+    states = {**pins.states, **{name: one.state for name, one in openings_at(records, pins, 0).items()}}
+    for name, state in states.items():
         found[name] = replace(records[name], state=state.to_plain())
     return found
 

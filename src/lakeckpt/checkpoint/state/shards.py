@@ -1,7 +1,7 @@
 """This module reads what a `DTensor` says of itself: the part that this rank holds, its place, and the mesh.
 
-A `DTensor` (of FSDP2, tensor parallelism and the like) is one tensor of which every rank holds a part. Its parts are
-saved as tensors of their own (`lakeckpt.checkpoint.state.wholes`); the tree of an item refers to the whole.
+A `DTensor` (of FSDP2, tensor parallelism and the like) is one tensor that all ranks hold in parts. Its parts are saved
+as tensors of their own (`lakeckpt.checkpoint.state.wholes`); the tree of an item refers to the whole.
 
 No function communicates or copies a tensor.
 """

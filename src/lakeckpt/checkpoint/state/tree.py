@@ -133,7 +133,7 @@ class _Walk:
             key += "~"
         if is_sharded(tensor):
             self.sharded[key] = tensor
-            # Also if this rank has none of its elements: what it captured is to say of which shape the whole is.
+            # Also if this rank has none of its elements: the capture must say the shape of the whole.
             # Outside of the mesh of a single number, it has nothing that could say so.
             if local.dim() == tensor.dim():
                 self.tensors[part_key(key, offsets_of(path, tensor), tensor.shape)] = local

@@ -29,7 +29,7 @@ __all__ = ["Region", "SavedPart", "Whole", "Wholes", "wholes_of"]
 
 
 def _whole_spec(place: PartPlace, part: TensorSpec) -> TensorSpec:
-    """Return the spec of the tensor that ``part`` is a part of. `CheckpointDamaged` if there is none such."""
+    """Return the spec of the tensor that ``part`` is a part of. `CheckpointDamaged` if there is no such tensor."""
     try:
         whole = TensorSpec(key=place.name, dtype=part.dtype, shape=place.shape)
     except WireError as error:
@@ -105,7 +105,7 @@ def _common(part: SavedPart, offsets: tuple[int, ...], sizes: tuple[int, ...]) -
 
 
 def wholes_of(specs: Mapping[str, TensorSpec], shared: Mapping[str, Sharing]) -> dict[str, Whole]:
-    """Return, by name, the tensors of which there are parts among ``specs``: the parts of one rank.
+    """Return, by name, the tensors that have parts among ``specs``: the parts of one rank.
 
     ``shared`` says how each tensor was divided. `CheckpointDamaged` if parts do not fit one another.
     """

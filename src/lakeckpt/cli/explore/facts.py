@@ -1,6 +1,6 @@
 """This module collects what the page of a run shows: plain values, from the log and the table indexes alone.
 
-The size of the page is bounded: an epoch is a strip of `_CELLS` cells, of which each names the attempt that consumed
+The size of the page is bounded: an epoch is a strip of `_CELLS` cells, and each cell names the attempt that consumed
 most of its rows; and rows are named of the last steps only, up to `_MOST_RANGES` ranges of rows.
 """
 
@@ -17,7 +17,7 @@ from lakeckpt.checkpoint.consumed.rows import RowOrder
 from lakeckpt.checkpoint.ledger.audit import audit_history, read_run
 from lakeckpt.checkpoint.ledger.explain import explain_history
 from lakeckpt.checkpoint.ledger.indexes import orders_of
-from lakeckpt.checkpoint.ledger.records import readers_in
+from lakeckpt.checkpoint.ledger.source_records import readers_in
 from lakeckpt.checkpoint.ledger.verify import Kept
 from lakeckpt.checkpoint.persist.history import History
 from lakeckpt.cli.inspect import overview_of
@@ -77,10 +77,10 @@ def _epochs(history: History) -> dict[str, list[dict[str, Any]]]:
         for name, record in readers_in(manifest).items():
             strips = found.setdefault(name, {})
             for stretch in record.stretches:
-                identity, attempt = stretch.begin.identity, stretch.record.attempt
+                begin, attempt = stretch.begin, stretch.record.attempt
                 attempt = manifest.attempt if attempt < 0 else attempt
                 for epoch, positions in stretch.consumed.items():
-                    strips.setdefault(epoch, _Strip(identity.rows_of(epoch))).add(positions, attempt)
+                    strips.setdefault(epoch, _Strip(begin.rows_of(epoch))).add(positions, attempt)
     return {
         name: [{"epoch": epoch, **strip.to_plain()} for epoch, strip in sorted(strips.items())]
         for name, strips in sorted(found.items())

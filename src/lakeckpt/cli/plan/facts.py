@@ -18,8 +18,7 @@ import numpy.typing as npt
 from lakeckpt.cli.plan.columns import ColumnBytes
 from lakeckpt.core.changes import fit_lanes, start
 from lakeckpt.core.identity import Identity
-from lakeckpt.core.lanes import Tail
-from lakeckpt.core.order import EpochLayout, OrderSpec
+from lakeckpt.core.order import EpochLayout, OrderSpec, Tail
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import MAX_LANES
 from lakeckpt.errors import ConfigError

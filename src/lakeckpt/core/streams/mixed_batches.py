@@ -6,21 +6,38 @@ imports the standard library and numpy only.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.plan import LayoutKey
+from lakeckpt.core.plan import LayoutKey, cut_spans
 from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.wire.documents import to_plain
 
-__all__ = ["AnyReceipt", "MixedAssignment", "MixedReceipt", "Part"]
+__all__ = ["AnyReceipt", "MixedAssignment", "MixedBlock", "MixedReceipt", "Part", "planned_receipt"]
+
+Spans = tuple[tuple[str, tuple[Span, ...]], ...]
+
+
+class _Planned:
+    """A receipt whose spans are computed when somebody looks at them: most loops look at few."""
+
+    __slots__ = ("_planned",)
+    _planned: Callable[[], Spans]
+
+    def __getattr__(self, name: str) -> Spans:
+        if name != "spans":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found = self._planned()
+        object.__setattr__(self, "spans", found)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedReceipt:
+class MixedReceipt(_Planned):
     """The rows of one micro-batch of a mixture, and the step and rank that it was dealt to."""
 
     micro_batch: int
@@ -76,12 +93,20 @@ class MixedReceipt:
         return found
 
 
+def planned_receipt(planned: Callable[[], Spans], **fields: Any) -> MixedReceipt:
+    """Return the receipt of all ``fields`` but ``spans``, which ``planned`` returns."""
+    found = object.__new__(MixedReceipt)
+    for name, value in {"_planned": planned, "epoch": 0, **fields}.items():
+        object.__setattr__(found, name, value)
+    return found
+
+
 AnyReceipt = Receipt | MixedReceipt
 """The receipt of a micro-batch, of one source or of a mixture."""
 
 
 class Part(NamedTuple):
-    """What a source gives to a micro-batch of a mixture."""
+    """What a source gives to micro-batches of a mixture."""
 
     source: int
     """Its number."""
@@ -90,15 +115,43 @@ class Part(NamedTuple):
     """As in `lakeckpt.core.plan.Assignment`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedAssignment:
-    """A micro-batch of a mixture dealt to a rank, as parts that its sources give."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MixedBlock:
+    """Micro-batches of one lane that follow one another, planned together."""
 
-    receipt: MixedReceipt
+    turn: int
+    """How many micro-batches the lane gave before."""
+    whole: bool
+    """Whether each micro-batch is of one source."""
+    order: npt.NDArray[np.uint16] = field(repr=False)
+    """The source of each row: uint16, shape (micro-batches, rows)."""
     parts: tuple[Part, ...]
     """Of the sources that have rows in it, in their order."""
-    order: npt.NDArray[np.uint16] = field(repr=False, compare=False)
-    """The source of each row: uint16, shape (rows,)."""
+    before: list[list[int]] = field(repr=False)
+    """Micro-batch → for each source, its rows in the micro-batches of the block before; and at the end, in all."""
+
+    def parts_of(self, number: int) -> list[Part]:
+        """Return what the sources give to micro-batch ``number`` of the block."""
+        starts, stops = self.before[number], self.before[number + 1]
+        return [
+            Part(source, tuple(cut_spans(spans, starts[source], stops[source])), layouts)
+            for source, spans, layouts in self.parts
+            if starts[source] < stops[source]
+        ]
+
+    def spans_of(self, number: int, names: Sequence[str]) -> Spans:
+        """Return the `MixedReceipt.spans` of micro-batch ``number``; ``names`` are those of the sources."""
+        return tuple((names[part.source], part.spans) for part in self.parts_of(number))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedAssignment:
+    """A micro-batch of a mixture dealt to a rank: one of a block."""
+
+    receipt: MixedReceipt
+    block: MixedBlock = field(repr=False)
+    number: int
+    """Its number in the block."""
     owner: int
     lanes: int
     """As in `lakeckpt.core.plan.Assignment`."""

@@ -101,11 +101,11 @@ class Share:
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, tuple(getattr(self, one.name) for one in fields(self))  # without the rows that were made
 
-    def sources(self, lane: int, turn: int, batch_size: int) -> npt.NDArray[np.uint16]:
-        """Return the source of each row of micro-batch ``turn`` of ``lane``: uint16, shape (batch_size,)."""
+    def sources(self, lane: int, turn: int, batch_size: int, count: int = 1) -> npt.NDArray[np.uint16]:
+        """Return the source of each row of ``count`` micro-batches of ``lane``, from ``turn`` on: uint16, 1-D."""
         if self.whole:
-            return np.full(batch_size, self._turns.sources(lane, turn, turn + 1)[0])
-        return self._turns.sources(lane, turn * batch_size, (turn + 1) * batch_size)
+            return np.repeat(self._turns.sources(lane, turn, turn + count), batch_size)
+        return self._turns.sources(lane, turn * batch_size, (turn + count) * batch_size)
 
     def excess(self, turns: Int64Array, batch_size: int) -> int:
         """Return how many rows of the source all lanes together had too many after ``turns`` (int64, shape (lanes,))

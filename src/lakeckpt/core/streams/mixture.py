@@ -12,23 +12,27 @@ The module reads nothing, and starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from lakeckpt.core.changes import opening
+from lakeckpt.core.changes import opening, without
 from lakeckpt.core.identity import Identity, Mixing
+from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Rest, turns
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import Segment, State
-from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedReceipt, Part
+from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, Part, planned_receipt
 from lakeckpt.core.streams.mixing import Share, fractions
 from lakeckpt.core.streams.stream import StreamDeal
 
-__all__ = ["MixedPlan", "advanced", "joined", "plan_of", "replanned", "reweighed", "started", "stretches"]
+__all__ = ["MixedPlan", "advanced", "excluding", "joined", "plan_of", "replanned", "reweighed", "started", "stretches"]
+
+_BLOCK = 16
+"""Micro-batches that are planned together."""
 
 
 class MixedPlan:
@@ -39,8 +43,8 @@ class MixedPlan:
         self.state, self.segment = state, state.segment
         self.mixing, self.weights = state.mixing, state.segment.weights
         self._plans: dict[int, Plan] = {}
-        self._counts: dict[int, tuple[int, list[int]]] = {}
-        """Lane → (the turn that comes next, the rows of each source before it)."""
+        self._blocks: dict[int, MixedBlock] = {}
+        """Lane → the block that was planned last."""
 
     def source(self, number: int) -> Plan:
         """Return the plan of a source."""
@@ -66,7 +70,7 @@ class MixedPlan:
     @cached_property
     def first(self) -> int:
         """The first micro-batch of the deal of the current segment."""
-        return self.source(0).deal.first
+        return self.source(0).first
 
     @cached_property
     def change(self) -> tuple[int, tuple[int, ...] | None] | None:
@@ -127,44 +131,54 @@ class MixedPlan:
 
     def assignment(self, step: int, rank: int, *, row_wise: bool = False) -> MixedAssignment:
         """Return what ``rank`` gets in ``step``: never a micro-batch without a row."""
-        segment, names = self.segment, self.mixing.names
+        segment = self.segment
         number = self.micro_batch(step) + rank
         turn, lane = divmod(number - self.first, segment.num_lanes)
-        order = self.share(0).sources(lane, turn, segment.batch_size)
-        parts = self._parts(lane, turn, np.bincount(order, minlength=len(names)).tolist())
-        receipt = MixedReceipt(
+        block = self._blocks.get(lane)
+        if block is None or not block.turn <= turn < block.turn + len(block.order):
+            block = self._blocks[lane] = self._block(lane, turn)
+        inside = turn - block.turn
+        receipt = planned_receipt(
+            partial(block.spans_of, inside, self.mixing.names),
             micro_batch=number,
             lane=number % segment.num_lanes,
             step=step,
             rank=rank,
             world_size=segment.world_size,
             rows=segment.batch_size,
-            spans=tuple((names[part.source], part.spans) for part in parts),
             reader=self._reader,
             last=self.is_last and self.steps == step + 1,
         )
         return MixedAssignment(
             receipt=receipt,
-            parts=parts,
-            order=order,
+            block=block,
+            number=inside,
             owner=receipt.lane // segment.world_size,
             lanes=segment.num_lanes // segment.world_size,
         )
 
-    def _parts(self, lane: int, turn: int, rows: list[int]) -> tuple[Part, ...]:
-        """Return what each source gives to the micro-batch ``turn`` of ``lane``: ``rows[i]`` rows of source i."""
-        at, before = self._counts.get(lane, (-1, []))
-        if at != turn:
-            size = self.segment.batch_size
-            before = [self.share(number).before_one(lane, turn, size) for number in range(len(rows))]
+    def _last_turn(self, lane: int) -> int | None:
+        """Return how many micro-batches ``lane`` gives before the segment ends; None: it does not end."""
+        if self.steps is None:
+            return None
+        return max(0, -(-(self.micro_batch(self.steps) - self.first - lane) // self.segment.num_lanes))
+
+    def _block(self, lane: int, turn: int) -> MixedBlock:
+        """Plan the next micro-batches of ``lane``, as far as the segment goes."""
+        size, last = self.segment.batch_size, self._last_turn(lane)
+        count = _BLOCK if last is None else max(1, min(_BLOCK, last - turn))
+        order = self.share(0).sources(lane, turn, size, count).reshape(count, size)
+        sources = len(self.mixing.names)
+        places = order + np.arange(count)[:, None] * sources
+        rows = np.bincount(places.reshape(-1), minlength=count * sources).reshape(count, sources)
+        before = np.concatenate([np.zeros((1, sources), np.int64), np.cumsum(rows, axis=0)]).tolist()
         parts = []
-        for source, count in enumerate(rows):
-            if count:
-                plan = self.source(source)
-                spans = self._deal(source).lane_spans(lane, before[source], before[source] + count)
+        for source, given in enumerate(before[-1]):
+            if given:
+                plan, start = self.source(source), self.share(source).before_one(lane, turn, size)
+                spans = self._deal(source).lane_spans(lane, start, start + given)
                 parts.append(Part(source, tuple(spans), plan.layouts_of(spans)))
-        self._counts[lane] = turn + 1, [one + count for one, count in zip(before, rows, strict=True)]
-        return tuple(parts)
+        return MixedBlock(turn=turn, whole=self.mixing.whole, order=order, parts=tuple(parts), before=before)
 
 
 def plan_of(state: State) -> Plan | MixedPlan:
@@ -222,6 +236,14 @@ def _opened(
     number = MixedPlan(state).micro_batch(state.step)
     segment = Segment(micro_batch=number, step=state.step, weights=weights, carried=carried, **topology)
     return opening(state, segment)
+
+
+def excluding(state: State, excluded: Sequence[Mapping[int, Intervals]], orders: Sequence[Identity]) -> State:
+    """Return ``state``, of one order or of a mixture, without ``excluded``: see `lakeckpt.core.changes.without`."""
+    opened = replace(state.segment, micro_batch=plan_of(state).micro_batch(state.step), step=state.step)
+    if state.mixing is not None:
+        opened = replace(opened, carried=_carried(state, opened.num_lanes))
+    return without(state, opened, excluded, orders)
 
 
 def _carried(state: State, num_lanes: int) -> tuple[int, ...] | None:

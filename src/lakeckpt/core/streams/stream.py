@@ -15,7 +15,7 @@ then whole epochs. The module never keeps state.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -76,6 +76,8 @@ class StreamDeal:
     start: Rest
     unit: int = 1
     """Tokens of a position in a packed order: the epochs together are cut into positions. 1: a position is a row."""
+    phase: int = 0
+    """The token of epoch 0 at which its first position begins, in a packed order."""
     share: Share | None = None
     """The share of the stream in each micro-batch of a mixture; None: micro-batches are full."""
 
@@ -105,8 +107,8 @@ class StreamDeal:
 
     def _positions(self, whole: int) -> int:
         """Return how many positions the first ``whole`` whole epochs have."""
-        first, rows, unit = self.start.next_epoch, self.rows, self.unit
-        return -(-(first + whole) * rows // unit) - -(-first * rows // unit)
+        first, rows, unit, phase = self.start.next_epoch, self.rows, self.unit, self.phase
+        return -(-((first + whole) * rows - phase) // unit) - -(-(first * rows - phase) // unit)
 
     def _rotation(self, whole: int) -> int:
         return (self._offset + self._positions(whole)) % self.num_lanes
@@ -174,11 +176,11 @@ class StreamDeal:
     def spans(self, micro_batch: int) -> list[Span]:
         """See `lakeckpt.core.lanes.EpochDeal`."""
         turn, lane = divmod(micro_batch - self.first, self.num_lanes)
-        if self.share is None:
-            start, stop = turn * self.batch_size, (turn + 1) * self.batch_size
-        else:
-            start, stop = (self.share.before_one(lane, one, self.batch_size) for one in (turn, turn + 1))
-        return self.lane_spans(lane, start, stop)
+        return self.lane_spans(lane, self.done(lane, turn), self.done(lane, turn + 1))
+
+    def done(self, lane: int, turn: int) -> int:
+        """See `lakeckpt.core.lanes.EpochDeal`."""
+        return turn * self.batch_size if self.share is None else self.share.before_one(lane, turn, self.batch_size)
 
     def lane_spans(self, lane: int, start: int, stop: int) -> list[Span]:
         """Return the ``start``-th to ``stop``-th (exclusive) positions of ``lane``, over epoch borders."""
@@ -245,19 +247,25 @@ class StreamDeal:
         for index in range(min(reached), max(max(reached) + 1, len(self._begun))):
             unit = self._unit(index)
             inside, reading = (np.clip(one - unit.before, 0, np.diff(unit.bounds)) for one in (done, read))
-            num_lanes, rotation = self.layout(unit.epoch)
-            left = unit.positions.select(unit.bounds[:-1] + inside, unit.bounds[1:])
-            lefts.append((index, Left(epoch=unit.epoch, positions=left, num_lanes=num_lanes, rotation=rotation)))
+            positions = unit.positions.select(unit.bounds[:-1] + inside, unit.bounds[1:])
+            lefts.append((index, replace(self.whole(unit.epoch), positions=positions)))
             if reading.any():
                 entered = max(entered, index)
         begun = tuple(left for index, left in lefts if index <= entered and left.positions)
         return Rest(begun=begun, next_epoch=self.start.next_epoch + entered + 1 - len(self._begun))
 
-    def layout(self, epoch: int) -> tuple[int, int]:
-        """See `lakeckpt.core.lanes.EpochDeal`."""
+    def whole(self, epoch: int) -> Left:
+        """Return what the deal began with of ``epoch``, with its layout: of epochs that had not begun, nothing is
+        named. ValueError if the epoch is over."""
         for left in self.start.begun:
             if left.epoch == epoch:
-                return left.num_lanes, left.rotation
+                return left
         if epoch < self.start.next_epoch:
             raise ValueError(f"epoch {epoch} is over: the stream goes on from epoch {self.start.next_epoch}")
-        return self.num_lanes, self._rotation(epoch - self.start.next_epoch)
+        rotation = self._rotation(epoch - self.start.next_epoch)
+        return Left(epoch=epoch, positions=Intervals.empty(), num_lanes=self.num_lanes, rotation=rotation)
+
+    def layout(self, epoch: int) -> tuple[int, int]:
+        """See `lakeckpt.core.lanes.EpochDeal`."""
+        found = self.whole(epoch)
+        return found.num_lanes, found.rotation

@@ -43,8 +43,9 @@ class FlowReading(Iterator[tuple[Receipt, Found]]):
         self._turn, self._count = state.step, itertools.count()
         source.begin(self)
         self._rows = LaneRows(source, self._plan, state.segment.num_lanes // state.segment.world_size)
-        begins = self._plan.open_lanes(rank)
-        self._open = {lane: self._batches(lane, begin) for lane, begin in begins.items() if owns(lane)}
+        begins = {lane: begin for lane, begin in self._plan.open_lanes(rank).items() if owns(lane)}
+        self._open = {lane: self._batches(lane, begin) for lane, begin in begins.items()}
+        self._rows.follow({lane: done for lane, (done, _) in begins.items()})
 
     def _batches(self, lane: int, begin: Frontier) -> LaneBatches:
         positions = self._rows.positions(lane, begin[0])
@@ -78,7 +79,7 @@ class FlowReading(Iterator[tuple[Receipt, Found]]):
         return read, self._source.stacked(made)
 
     def close(self) -> None:
-        """Drop what was announced and decoded, and end the threads."""
+        """Drop what was decoded, and end the threads."""
         self._open = {}
         self._rows.close()
 

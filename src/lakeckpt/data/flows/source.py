@@ -1,16 +1,15 @@
 """This module reads the rows of a flow's lanes, and calls the transform for each.
 
 `FlowSource` reads rows as `lakeckpt.data.source.BatchSource` does. `LaneRows` has the rows of the lanes of one process,
-for one iteration: of each lane, blocks of rows are announced ahead, so that windows are decoded in threads while the
-transform works. The threads are those of the reader; `LaneRows.close` ends them.
+for one iteration: windows of each lane are decoded ahead in threads while the transform works. The threads are those of
+the reader; `LaneRows.close` ends them.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,20 +17,18 @@ import numpy as np
 
 from lakeckpt.core.changes import start
 from lakeckpt.core.identity import Identity, Maker
-from lakeckpt.core.plan import Assignment, Plan
-from lakeckpt.core.receipts import Receipt, Span
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.receipts import Span
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.lane_batches import LaneBatch, PositionItems
 from lakeckpt.data.flows.calls import collate, empty_of, maker_of, rows_of_row
 from lakeckpt.data.flows.fingerprints import rows_digest
 from lakeckpt.data.source import BatchSource, row_of
 from lakeckpt.errors import ConfigError
-from lakeckpt.reading.windows.positions import Announced, PositionReader
+from lakeckpt.reading.windows.positions import PositionReader
 
 __all__ = ["FlowSource", "LaneRows"]
 
-_AHEAD = 8
-"""Blocks of a lane that are announced ahead, as far as there is memory."""
 _SAMPLED = 16
 """Rows of which a fingerprint is made."""
 _TRIED = 4096
@@ -85,9 +82,6 @@ class FlowSource(BatchSource):
         start = int(sizes[:group].sum())
         return start, start + enough
 
-    def _finished(self, batch: Any, receipt: Receipt) -> Any:
-        return batch  # rows, for each of which the transform is called
-
     def items(self, columns: Any, row: int, span: Span) -> Sequence[Any]:
         """Return what the transform yields of row ``row`` of ``columns``, which stands at the position of ``span``."""
         assert self._transform is not None
@@ -124,7 +118,7 @@ class LaneRows:
         self._reader: PositionReader | None = source.new_reader(lanes)
 
     def close(self) -> None:
-        """Drop what was announced and decoded, and end the threads."""
+        """Drop what was decoded, and end the threads."""
         if self._reader is not None:
             self._reader.clear()
 
@@ -134,20 +128,20 @@ class LaneRows:
             self._source.end(self._reader, self._lanes)
             self._reader = None
 
+    def follow(self, begins: Mapping[int, int]) -> None:
+        """Read ahead the lanes of ``begins``, each from so many positions on."""
+        assert self._reader is not None
+        turns = [(done, lane) for lane, done in begins.items()]  # a turn of a flow's deal is a position
+        self._source.follow(self._reader, self._plan, turns)
+        self._reader.windows.fill()
+
     def positions(self, lane: int, done: int) -> Iterator[PositionItems]:
         """Yield what the positions of ``lane`` yield, from the ``done``-th on."""
-        blocks, ahead, idle = self._blocks(lane, done), deque[tuple[list[Span], Announced]](), 0
-        while self._reader is not None:
-            while len(ahead) < _AHEAD and (not ahead or self._reader.has_room):
-                spans = next(blocks, None)
-                if spans is None:
-                    break
-                ahead.append((spans, self._source.announce(self._reader, self._assignment(spans))))
-            if not ahead:
+        idle = 0
+        for spans in self._blocks(lane, done):
+            if self._reader is None:
                 return
-            spans, rows = ahead.popleft()
-            columns = self._source.take(self._reader, rows, self._assignment(spans).receipt)
-            for one in self._called(columns, spans):
+            for one in self._read(self._reader, spans):
                 idle = 0 if len(one.items) else idle + 1
                 self._check_idle(lane, idle)
                 yield one
@@ -155,10 +149,11 @@ class LaneRows:
     def some(self, start: int, stop: int) -> Iterator[PositionItems]:
         """Yield what positions [start, stop) of the only lane yield."""
         assert self._reader is not None
-        spans = self._plan.lane_spans(0, start, stop)
-        dealt = self._assignment(spans)
-        found = self._source.take(self._reader, self._source.announce(self._reader, dealt), dealt.receipt)
-        return self._called(found, spans)
+        return self._read(self._reader, self._plan.lane_spans(0, start, stop))
+
+    def _read(self, reader: PositionReader, spans: list[Span]) -> Iterator[PositionItems]:
+        opened = self._source.open_spans(reader, tuple(spans), self._plan.layouts_of(spans))
+        return self._called(self._source.columns(reader, opened), spans)
 
     def _called(self, columns: Any, spans: list[Span]) -> Iterator[PositionItems]:
         skips, row = self._plan.skips(spans), 0
@@ -176,22 +171,6 @@ class LaneRows:
             stop = done + block if sizes is None else min(done + block, sizes[lane])
             yield self._plan.lane_spans(lane, done, stop)
             done = stop
-
-    def _assignment(self, spans: list[Span]) -> Assignment:
-        """Return ``spans`` as the source reads them."""
-        rows = sum(span.rows for span in spans)
-        receipt = Receipt(
-            epoch=spans[0].epoch,
-            micro_batch=0,
-            lane=0,
-            step=0,
-            rank=0,
-            world_size=1,
-            spans=tuple(spans),
-            step_rows=rows,
-        )
-        layouts = tuple(self._plan.layout(epoch) for epoch in dict.fromkeys(span.epoch for span in spans))
-        return Assignment(receipt=receipt, layouts=layouts, owner=0, lanes=self._lanes)
 
     def _check_idle(self, lane: int, idle: int) -> None:
         if self._plan.sizes is None and idle > self._plan.state.identity.rows:

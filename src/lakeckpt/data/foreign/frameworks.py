@@ -104,8 +104,8 @@ def counts_steps() -> bool:
 
 
 def check_counted(state: State, world_size: int) -> None:
-    """StateUnavailable if Lightning would go on within an epoch on other ranks, and miscount its steps. It does so
-    also from the last step of an epoch. Of a checkpoint of the end of an epoch, it loads no loader's state."""
+    """StateUnavailable if Lightning would go on within an epoch on other ranks, and miscount its steps. It does so also
+    from the last step of an epoch. From a checkpoint at the end of an epoch, it loads no loader's state."""
     before = state.segment.world_size
     if before == world_size or state.step == 0:
         return
@@ -203,7 +203,7 @@ class EpochSetter(Sampler[None]):
         return (EpochSetter, (self._set_epoch(),))
 
     def set_epoch(self, epoch: int) -> None:
-        """See `LakeLoader.set_epoch`. An iterator of which nothing was asked yet goes on there."""
+        """See `LakeLoader.set_epoch`. An iterator that has not given anything yet goes on there."""
         if (found := self._set_epoch()) is not None:
             found(epoch)
 

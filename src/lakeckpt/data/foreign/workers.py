@@ -10,7 +10,6 @@ process and needs none of this.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
@@ -132,7 +131,7 @@ class WorkerPlace:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> WorkerPlace:
-        """Return what `to_plain` made ``plain`` of; StateError if it is none."""
+        """Return what `to_plain` made ``plain`` of; StateError if ``plain`` is no place."""
         values = {name: value for name, value in plain.items() if name != "format"}
         found: WorkerPlace = from_plain(cls, values, "the state of a worker", error=StateError)
         return found
@@ -226,8 +225,9 @@ class WorkerTurns:
 
     def _steps(self, place: WorkerPlace, rank: int) -> Generator[Any]:
         plan, workers, step = Plan(place.state), place.workers, place.next_step
-        steps = itertools.count(step, workers) if plan.steps is None else range(step, plan.steps, workers)
-        for dealt, found in Ahead(self._source, (plan.assignment(step, rank) for step in steps)):
+        begin, stretches = step, [(plan, step, plan.steps)]
+        ahead = Ahead(self._source, stretches, rank, owns=lambda _, one: (one - begin) % workers == 0)
+        for dealt, found in ahead:
             self._carried.check(found, dealt)
             self._place = replace(place, state=replace(place.state, step=step + workers))
             if gives(dealt, self._row_wise):

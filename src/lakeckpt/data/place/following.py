@@ -108,9 +108,8 @@ def rows_left(pinned: Pinned, left: Left) -> dict[int, Int64Array]:
 
     With a filter, its columns are decoded of the row groups that hold these rows.
     """
-    index, selection = pinned.table.index, pinned.selection
-    counted = index.group_rows if selection is None else selection.group_rows
-    layout = EpochLayout.build(counted, pinned.spec, left.epoch, left.num_lanes, left.rotation)
+    index = pinned.table.index
+    layout = EpochLayout.build(pinned.counted[0], pinned.spec, left.epoch, left.num_lanes, left.rotation)
     positions = np.concatenate([np.zeros(0, np.int64), *(np.arange(*pair) for pair in left.positions.pairs())])
     groups, rows = layout.locate(positions)
     found: dict[int, list[Int64Array]] = {}

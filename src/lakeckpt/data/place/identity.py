@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from lakeckpt.core.identity import Identity
-from lakeckpt.core.lanes import Tail
-from lakeckpt.core.order import OrderSpec
+from lakeckpt.core.order import OrderSpec, Tail
 from lakeckpt.data.options import OVERRIDABLE
 from lakeckpt.data.place.selecting import Selecting
 from lakeckpt.errors import ConfigError, StateMismatch
@@ -80,6 +81,12 @@ class Pinned:
         """All that is counted to read: `selection`, and the rows that a filter keeps of documents that are packed."""
         kept = None if self.packing is None or self.selecting is None else self.selecting.kept
         return (self.selection, *(() if kept is None else (kept[1],)))
+
+    @property
+    def counted(self) -> tuple[npt.NDArray[np.int64], int]:
+        """The rows of each row group that have positions (packed: the tokens), and how many of them make a position."""
+        found = self.selection
+        return (self.table.index.group_rows, 1) if found is None else (found.group_rows, found.unit)
 
     def offer(self, found: RowSelection) -> bool:
         """Take a saved selection instead of counting; return whether it was needed, and is of this version."""

@@ -7,14 +7,13 @@ starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lakeckpt.core.changes import fit_lanes
 from lakeckpt.core.identity import Identity, Mixing
 from lakeckpt.core.state import State
-from lakeckpt.core.streams.mixed_batches import MixedAssignment
 from lakeckpt.core.streams.mixing import fractions
 from lakeckpt.core.streams.mixture import MixedPlan, advanced, joined, replanned, reweighed, started, stretches
 from lakeckpt.data.options import check_lanes
@@ -123,24 +122,24 @@ class MixedProgress(Progress):
     def load(self, state: State, *, ahead: int = 0) -> None:
         """Go on from ``state``; StateMismatch, without a change, if it is of another mixture, or if the order of one of
         its sources is another. Sources that it does not have begin at their first rows."""
-        mine = self._every_order()
         self._check_alike(state)
         assert state.mixing is not None
         orders = dict(zip(state.mixing.names, state.orders, strict=True))
+        phases = [orders[name].phase if name in orders else 0 for name in self.mixing.names]
+        mine = tuple(replace(one, phase=at) for one, at in zip(self._every_order(), phases, strict=True))
         for number, name in enumerate(self.mixing.names):
             if name in orders:
                 self._check_source(number, mine[number], orders[name])
         if state.mixing.names == self.mixing.names:
             state = replace(state, orders=mine, mixing=self.mixing)
         else:
-            state = joined(replace(state, orders=tuple(self._order_named(name) for name in orders)), self.mixing, mine)
+            state = joined(
+                replace(state, orders=tuple(mine[self.mixing.names.index(name)] for name in orders)), self.mixing, mine
+            )
         self.last_receipt = None
         self._iteration += 1
         self._set(state)
         self._settled = None
-
-    def _order_named(self, name: str) -> Identity:
-        return self.order(self.mixing.names.index(name))
 
     def _check_source(self, number: int, mine: Identity, its: Identity) -> None:
         try:
@@ -229,13 +228,9 @@ class MixedProgress(Progress):
             )
         self.deliveries.end()
 
-    def assignments(self, rank: int) -> Iterator[Any]:
-        """Yield what ``rank`` gets in the steps that are left."""
-        for plan, step, stop in stretches(self.state):
-            while stop is None or step < stop:
-                dealt: MixedAssignment = plan.assignment(step, rank)
-                yield dealt
-                step += 1
+    def stretches(self) -> Iterable[tuple[Any, int, int | None]]:
+        """See `Progress.stretches`."""
+        return stretches(self.state)
 
     def _advance(self, state: State) -> None:
         """Go on from ``state``, which follows from the current one, in the segment that begins there."""

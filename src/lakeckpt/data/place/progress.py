@@ -8,14 +8,14 @@ It reads no rows, asks no other process, and starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from lakeckpt.core.changes import check_place, fit_lanes, rebase, replan, start
 from lakeckpt.core.identity import Identity, Maker
 from lakeckpt.core.lanes import micro_batches
-from lakeckpt.core.plan import Assignment, Plan
+from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import MAX_EPOCH, State
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
@@ -372,21 +372,26 @@ class Progress:
         self.runs.finish(self.plan.steps, moves=self._moves)
         self._leave_rest()
 
-    def assignments(self, rank: int) -> Iterator[Assignment]:
+    def stretches(self) -> Iterable[tuple[Any, int, int | None]]:
+        """Return (plan, first step, one past its last step or None) of all that is left of the epoch."""
+        return [(self.plan, self.state.step, self.plan.steps)]
+
+    def assignments(self, rank: int) -> Iterator[Any]:
         """Yield what ``rank`` gets in the steps that are left of the epoch."""
-        plan = self.plan
-        step = self.state.step
-        while plan.steps is None or step < plan.steps:
-            yield plan.assignment(step, rank, row_wise=self._row_wise)
-            step += 1
+        for plan, step, stop in self.stretches():
+            while stop is None or step < stop:
+                yield plan.assignment(step, rank, row_wise=self._row_wise)
+                step += 1
 
     # --- inside
 
     def _to_compare(self, state: State) -> Identity:
-        """Return the identity with which ``state`` is compared: the last tranche before an idle end has another
-        tail."""
-        tail = state.identity.tail
-        return replace(self.identity, tail=tail) if self._follows and tail != "drop" else self.identity
+        """Return the identity with which ``state`` is compared: the last tranche before an idle end has another tail,
+        and a stream without some row groups may begin at another token."""
+        its, mine = state.identity, self.identity
+        if self._follows and its.tail != "drop":
+            mine = replace(mine, tail=its.tail)
+        return mine if mine.phase == its.phase else replace(mine, phase=its.phase)
 
     def _set(self, state: State) -> None:
         self.runs.begin(state)

@@ -18,7 +18,7 @@ from lakeckpt.data.place.deliveries import Deliveries
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.place.versions import Fit, Versions
+from lakeckpt.data.place.versions import Fit, Saved, Versions
 from lakeckpt.data.topology import check_topology
 from lakeckpt.errors import StateMismatch
 from lakeckpt.lake.table.index import TableIndex
@@ -63,7 +63,7 @@ class TableReader:
         """The table versions that something was read of since the last checkpoint, and the one at hand."""
         return self._versions.read
 
-    def fit(self, state: Mapping[str, Any], saved: Callable[[str], TableIndex | None], *, look: bool) -> Fit:
+    def fit(self, state: Mapping[str, Any], saved: Saved, *, look: bool) -> Fit:
         """See `lakeckpt.data.place.versions.Versions.fit`."""
         found = State.from_plain(state)
         if found.mixing is None or self._source is None:

@@ -11,15 +11,19 @@ does), and starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from lakeckpt.core.changes import start
+from lakeckpt.core.identity import Identity
+from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
 from lakeckpt.data.options import Follow, ReadOptions
 from lakeckpt.data.place.broadcast import found_by_first
+from lakeckpt.data.place.excluding import going_on_without, order_without
 from lakeckpt.data.place.following import Look, next_tranche
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
@@ -28,7 +32,11 @@ from lakeckpt.errors import ConfigError, DataFileChanged, SchemaError, StateMism
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
 
-__all__ = ["Fit", "Versions", "check_moves"]
+__all__ = ["Fit", "Saved", "Versions", "check_moves"]
+
+
+Saved = Callable[..., Any]
+"""See `Versions.fit`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +48,11 @@ class Fit:
     excluding: TableIndex | None = None
     """``index`` with the row groups that the table excludes now: the rest of the state's epoch goes on with it. None:
     ``index`` excludes the same row groups."""
+    order: Identity | None = None
+    """The order in ``index`` of the epochs that begin later, if ``index`` excludes other row groups than that of the
+    state: epochs that have begun keep their order. None: all do."""
+    excluded: Mapping[int, Intervals] = field(default_factory=dict)
+    """Epoch → the positions that are left of it, and that stand in windows with rows that ``index`` excludes."""
     begins: State | None = None
     """The start of an epoch in ``index``, with which to go on: nothing of the state's epoch, or all of it, was read."""
     skipped: str = ""
@@ -113,13 +126,15 @@ class Versions:
 
     # --- after a restore
 
-    def fit(self, state: State, saved: Callable[[str], TableIndex | None], *, look: bool) -> Fit:
+    def fit(self, state: State, saved: Saved, *, look: bool) -> Fit:
         """Return how to go on from ``state``. With ``look``, compare the files of its version with the store first.
 
-        ``saved`` returns the index with a digest that was kept beside the state, or None. Raises `TableVersionGone` and
+        ``saved`` returns the index with a digest that was kept beside the state, or with a second digest a selection of
+        its rows; or None. Raises `TableVersionGone` and
         `DataFileChanged` where files of the version are gone or others, unless the rest of the epoch is to be dropped;
         `SchemaError` where the version lacks a column.
         """
+        self._know(state, saved)
         wanted, live = state.identity.table, self.at_hand.table
         if self._progress.accepts("table") or self._progress.goes_on_elsewhere(state):
             return Fit()
@@ -145,38 +160,54 @@ class Versions:
         if excluding == index:
             self._of(index)
             return Fit(index=index, grown="" if self._follow else _grown(index, live.index))
-        return self._fit_excluding(state, index, excluding)
+        return self._fit_excluding(state, index, excluding, saved)
 
-    def _fit_excluding(self, state: State, index: TableIndex, excluding: TableIndex) -> Fit:
-        """Return how the rest of the epoch goes on with other excluded row groups; a rest is made of stored rows."""
-        if self._follow is not None or state.held is not None:
-            why = "the table is followed" if self._follow is not None else "its transform decides what a row yields"
+    def _fit_excluding(self, state: State, index: TableIndex, excluding: TableIndex, saved: Saved) -> Fit:
+        """Return how the rest of the epoch goes on with other excluded row groups.
+
+        If positions are rows of the table, the rest is another selection of rows. Else the windows that hold such row
+        groups are excluded.
+        """
+        its = state.identity
+        if self._follow is not None:
             raise StateMismatch(
                 f"exclude= of the table {self.at_hand.table.uri!r} is not as it was when the checkpoint was made, and "
-                f"{why}: open it with the exclude= that it had, or begin a new run"
+                "the table is followed: open it with the exclude= that it had, or begin a new run"
             )
-        pinned, at_end = self._of(excluding), Plan(state).at_end
-        if not (state.identity.endless or state.identity.selection):
+        if not (its.endless or its.selection or its.maker):
             return Fit(index=index, excluding=excluding)
-        if not state.identity.endless and (at_end or state.is_start):
+        pinned = self._read[excluding.digest] = self._of(excluding)
+        at_end, at = not its.endless and Plan(state).at_end, partial(self._at, saved=saved)
+        if state.is_whole and state.mixing is None and (at_end or state.is_start):
             lanes, batch_size, ranks = state.segment.topology
-            begins = start(
-                pinned.identity(), epoch=state.epoch + at_end, num_lanes=lanes, batch_size=batch_size, world_size=ranks
-            )
+            order = order_without(its, at(its), pinned)
+            begins = start(order, epoch=state.epoch + at_end, num_lanes=lanes, batch_size=batch_size, world_size=ranks)
             return Fit(index=excluding, begins=begins)
-        kind = "a filter" if state.identity.unit == 1 else "packing"
-        uri, what = self.at_hand.table.uri, "an endless stream" if state.identity.endless else kind
-        text = (
-            f"exclude= of the table {uri!r} is not as it was when the checkpoint was made, and it is read with {what}"
-        )
-        if state.identity.endless:
-            raise StateMismatch(f"{text}: begin a new run, or open the table with the exclude= that it had")
-        if self._drops:
-            return Fit(skipped=f"{text}, so that the rows left of epoch {state.epoch} are not known")
-        raise StateMismatch(
-            f"{text}, so that the rows left of epoch {state.epoch} are not known. "
-            'ReadOptions(on_version_gone="next_epoch") drops the rest of the epoch and begins the next epoch'
-        )
+        order, excluded = going_on_without(state, pinned, at)
+        return Fit(index=excluding, order=order, excluded=excluded)
+
+    def _know(self, state: State, saved: Saved) -> None:
+        """Learn the orders that epochs of ``state`` began with, if later epochs have another one."""
+        for order in state.epoch_orders:
+            if order is not state.identity:
+                self._at(order, saved)
+
+    def _at(self, order: Identity, saved: Saved) -> Pinned:
+        """Return the version that ``order`` is of, with the counts that it was made of; the source knows them then."""
+        index = saved(order.table)
+        pinned = None if index is None else self._of(index)
+        if pinned is not None and order.selection:
+            found = saved(order.table, order.selection)
+            if found is not None:
+                pinned.offer(found)
+        if pinned is None or (pinned.selection is not None and pinned.selection.digest != order.selection):
+            raise StateMismatch(
+                f"exclude= of the table {self.at_hand.table.uri!r} is not as it was when the epoch began, and the run "
+                f"has lost the index or the counts of the table that it began with ({order.table[:12]}): restore "
+                "index/ of the run, or begin a new run"
+            )
+        self._source.know(order.table, pinned.counted)
+        return pinned
 
     def repin(self, index: TableIndex) -> Callable[[], None]:
         """Read the version that ``index`` pins; the place is lost. Return a function that undoes both."""

@@ -174,7 +174,8 @@ class MixedDataset(BaseDataset):
 
     @property
     def _version(self) -> str:
-        return " ".join(one.table.index.digest for one in self.sources.values())
+        every = self.sources.values()
+        return " ".join(digest for one in every for digest in (one.table.index.digest, *one.source.earlier))
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:

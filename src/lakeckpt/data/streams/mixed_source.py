@@ -1,10 +1,9 @@
 """This module reads the micro-batches of a mixture: the parts that its sources give, row by row in their order.
 
-A `MixedSource` is to `lakeckpt.data.ahead.Ahead` what a `lakeckpt.data.source.BatchSource` is. Each source has readers
-and windows of its own, which are made when the source is first needed. Up to 16 micro-batches of a lane that follow one
-another are made together, as a *group*, and delivered as views of it: a source's rows in them stand together in its own
-order, and are taken at once. So an error of reading may come some micro-batches early. The module starts no threads
-itself.
+A `MixedSource` is to `lakeckpt.data.ahead.Ahead` what a `lakeckpt.data.source.BatchSource` is. Each source has a reader
+and windows of its own. The micro-batches of a block, which were planned together, are also read together, and delivered
+as views: a source's rows in them stand together in its own order. So an error of reading may come some micro-batches
+early. The module starts no threads itself.
 """
 
 from __future__ import annotations
@@ -16,49 +15,43 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedReceipt, Part
+from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, MixedReceipt, Part
+from lakeckpt.core.streams.mixture import MixedPlan
 from lakeckpt.data.batch import Batch
 from lakeckpt.data.memory import Budget, budget_of
 from lakeckpt.data.source import BatchSource, Iterations, delivered
 from lakeckpt.errors import SchemaError
-from lakeckpt.reading.columns.gather import gather, new_array
+from lakeckpt.reading.columns.gather import cut, gather, new_array
 from lakeckpt.reading.columns.ragged import Ragged
-from lakeckpt.reading.windows.positions import Announced, PositionReader
+from lakeckpt.reading.windows.positions import Opened, PositionReader
 
 __all__ = ["MixedSource"]
 
 Int64Array = npt.NDArray[np.int64]
-_GROUP = 16
-"""Micro-batches of a group."""
+_NOT_NUMPY = {torch.bfloat16: torch.int16}
+"""Types of tensors that numpy does not have → types of the same width, as which their bytes are moved."""
 
 
-class _Group:
-    """Micro-batches of one lane that follow one another."""
+class _Read:
+    """Rows that are read together: those of a block, or of one of its micro-batches."""
 
-    def __init__(self) -> None:
-        self.orders: list[npt.NDArray[np.uint16]] = []
-        """The source of each row of each micro-batch."""
-        self.parts: dict[int, list[tuple[Part, Announced]]] = {}
-        """Source → what it gives to each micro-batch, in their order."""
+    def __init__(self, block: MixedBlock, order: npt.NDArray[np.uint16], parts: list[tuple[Part, Opened]]) -> None:
+        self.block, self.order, self.parts = block, order, parts
         self.columns: dict[str, Any] | None = None
-        """The rows of all micro-batches, once they are taken."""
+        """The rows, once they are taken."""
+
+
+class _Opened(NamedTuple):
+    """A micro-batch: rows [start, stop) of those that are read together."""
+
+    read: _Read
+    start: int
+    stop: int
 
     @property
     def is_ready(self) -> bool:
         """Whether no window has to be waited for."""
-        every = (rows for parts in self.parts.values() for _, rows in parts)
-        return self.columns is not None or all(PositionReader.is_ready(rows) for rows in every)
-
-
-class _Place(NamedTuple):
-    """A micro-batch of a group."""
-
-    group: _Group
-    number: int
-
-
-_NOT_NUMPY = {torch.bfloat16: torch.int16}
-"""Types of tensors that numpy does not have → types of the same width, as which their bytes are moved."""
+        return self.read.columns is not None or all(opened.is_ready for _, opened in self.read.parts)
 
 
 class MixedSource(Iterations):
@@ -79,6 +72,8 @@ class MixedSource(Iterations):
         super().__init__()
         self.memory_limit_bytes = memory_limit_bytes
         self._names, self._sources, self._source_column = tuple(names), tuple(sources), source_column
+        self._changing = frozenset(number for number, one in enumerate(sources) if one.transform is not None)
+        """The sources whose rows go through a transform."""
         self._budgets: dict[int, Budget] = {}
         """The memory that the sources share, by the lanes of their readers."""
 
@@ -90,42 +85,45 @@ class MixedSource(Iterations):
         """The transforms of the sources."""
         return tuple(one.transform for one in self._sources)
 
-    @property
-    def width(self) -> int:
-        """How many sources a micro-batch may have parts of."""
-        return len(self._sources)
+    def follow(self, readers: _Readers, plan: MixedPlan, turns: Sequence[tuple[int, int]]) -> None:
+        """Have ``readers`` read ahead lanes of ``plan``, given as (turn, lane)."""
+        for number, weight in enumerate(plan.weights):
+            if weight or readers.has(number):
+                mine, share = turns if weight else [], weight / sum(plan.weights)
+                self._sources[number].follow(readers.of(number), plan.source(number), mine, share)
 
-    @staticmethod
-    def is_ready(announced: _Place) -> bool:
-        """Return whether `take` would not wait."""
-        return announced.group.is_ready
-
-    def announce(self, reader: _Readers, assignment: MixedAssignment) -> _Place:
-        """Announce the rows of ``assignment`` to ``reader``, which is one of `new_reader`. Raises `LakeckptError`."""
-        found = []
-        for part in assignment.parts:
-            found.append(
-                (part, self._sources[part.source].announce_spans(reader.of(part.source), part.spans, part.layouts))
-            )
+    def open(self, readers: _Readers, assignment: MixedAssignment) -> _Opened:
+        """Begin to decode the rows of ``assignment``, and those that are read with them, by ``readers``, which
+        `new_reader` made. Raises `LakeckptError`."""
+        block, number, lane = assignment.block, assignment.number, assignment.receipt.lane
+        size = len(block.order[number])
         # A transform gets the rows of one micro-batch, and the rows of one source are delivered without a copy.
-        is_alone = len(found) == 1 or any(self._sources[part.source].transform is not None for part, _ in found)
-        group = _Group() if is_alone else reader.group_of(assignment.receipt.lane)
-        for part, rows in found:
-            group.parts.setdefault(part.source, []).append((part, rows))
-        group.orders.append(assignment.order)
-        return _Place(group, len(group.orders) - 1)
+        if block.whole or (self._changing and any(part.source in self._changing for part in block.parts)):
+            if number == 0:
+                readers.windows.fill()
+            return _Opened(self._begun(readers, block, block.order[number], block.parts_of(number)), 0, size)
+        read = readers.blocks.get(lane)
+        if read is None or read.block is not block:
+            read = readers.blocks[lane] = self._begun(readers, block, block.order.reshape(-1), block.parts)
+            readers.windows.fill()
+        return _Opened(read, number * size, (number + 1) * size)
 
-    def take(self, reader: _Readers, announced: _Place, receipt: MixedReceipt) -> Batch:
-        """Return the batch of the rows that were announced to ``reader``."""
-        group, number = announced
-        if group.columns is None:
-            reader.close(group, receipt.lane)
-            group.columns = self._taken(reader, group, receipt)
-        start = sum(map(len, group.orders[:number]))
-        order = group.orders[number]
-        found = group.columns
-        if len(group.orders) > 1:
-            found = {name: _rows_of(one, start, start + len(order)) for name, one in found.items()}
+    def _begun(
+        self, readers: _Readers, block: MixedBlock, order: npt.NDArray[np.uint16], parts: Sequence[Part]
+    ) -> _Read:
+        opened = [self._sources[one.source].open_spans(readers.of(one.source), one.spans, one.layouts) for one in parts]
+        return _Read(block, order, list(zip(parts, opened, strict=True)))
+
+    def take(self, readers: _Readers, opened: _Opened, receipt: MixedReceipt) -> Batch:
+        """Return the batch of the rows that ``readers`` have opened."""
+        read, start, stop = opened
+        if read.columns is None:
+            read.columns = self._taken(readers, read, receipt)
+        found = read.columns
+        if stop - start < len(read.order):
+            found = _rows_of(found, start, stop, torch.from_numpy if self._is_torch else _as_it_is)
+        if stop == len(read.order):
+            readers.blocks.pop(receipt.lane, None)
         found = delivered(found)
         if self._source_column is not None:
             if self._source_column in found:
@@ -133,42 +131,43 @@ class MixedSource(Iterations):
                     f"source_column={self._source_column!r} adds a column of this name to each batch, and the sources "
                     "have one: name another one"
                 )
-            found[self._source_column] = self._numbers(order)
+            found[self._source_column] = self._numbers(read.order[start:stop])
         return Batch(found, receipt)  # type: ignore[arg-type]
 
-    def _taken(self, reader: _Readers, group: _Group, receipt: MixedReceipt) -> dict[str, Any]:
-        """Return the columns of all micro-batches of ``group``."""
-        columns = {
-            source: self._columns(reader.of(source), source, parts, receipt)
-            for source, parts in sorted(group.parts.items())
-        }
+    def _taken(self, readers: _Readers, read: _Read, receipt: MixedReceipt) -> dict[str, Any]:
+        """Return the columns of all rows of ``read``."""
+        raw = len(read.order) > receipt.rows
+        columns = [self._columns(readers, part, opened, receipt, raw=raw) for part, opened in read.parts]
         if len(columns) == 1:
-            return next(iter(columns.values()))
-        order = np.concatenate(group.orders)
-        names = [self._names[source] for source in columns]
-        rows = [np.flatnonzero(order == one) for one in columns]
-        found: dict[str, Any] = _alternated(names, list(columns.values()), rows, len(order))
+            return columns[0]
+        sources = [part.source for part, _ in read.parts]
+        bounds = np.cumsum(np.bincount(read.order, minlength=sources[-1] + 1))[sources[:-1]]
+        rows = np.split(np.argsort(read.order, kind="stable"), bounds)
+        found: dict[str, Any] = _alternated([self._names[one] for one in sources], columns, rows, len(read.order))
         return found
 
     def _columns(
-        self, reader: PositionReader, number: int, parts: list[tuple[Part, Announced]], receipt: MixedReceipt
+        self, readers: _Readers, part: Part, opened: Opened, receipt: MixedReceipt, *, raw: bool
     ) -> dict[str, Any]:
-        source = self._sources[number]
+        source, reader = self._sources[part.source], readers.of(part.source)
         if source.transform is None:
-            columns: dict[str, Any] = source.columns(reader, reader.joined(rows for _, rows in parts))
+            columns: dict[str, Any] = source.columns(reader, opened, raw=raw)
             return columns
-        ((part, rows),) = parts
-        found = source.take(reader, rows, receipt.of_part(part.spans))
+        found = source.take(reader, opened, receipt.of_part(part.spans))
         if not isinstance(found, dict):
             raise SchemaError(
-                f"the transform of source {self._names[number]!r} returned a {type(found).__name__}: in a mixture it "
-                "must return a dict of columns, so that rows of several sources make one batch"
+                f"the transform of source {self._names[part.source]!r} returned a {type(found).__name__}: in a mixture "
+                "it must return a dict of columns, so that rows of several sources make one batch"
             )
         return found
 
+    @property
+    def _is_torch(self) -> bool:
+        return self._sources[0].output == "torch"
+
     def _numbers(self, order: npt.NDArray[np.uint16]) -> Any:
         numbers = order.astype(np.int64)
-        return torch.from_numpy(numbers) if self._sources[0].output == "torch" else numbers
+        return torch.from_numpy(numbers) if self._is_torch else numbers
 
     def new_reader(self, lanes: int) -> _Readers:
         """Return readers of the sources' windows, of which one is open for each of ``lanes``."""
@@ -188,20 +187,8 @@ class _Readers:
     def __init__(self, sources: Sequence[BatchSource], lanes: int, budget: Budget) -> None:
         self._sources, self._lanes, self._budget = sources, lanes, budget
         self._readers: dict[int, PositionReader] = {}
-        self._groups: dict[int, _Group] = {}
-        """Lane → the group to which its next micro-batch is added."""
-
-    def group_of(self, lane: int) -> _Group:
-        """Return the group to which the next micro-batch of ``lane`` is added."""
-        group = self._groups.get(lane)
-        if group is None or len(group.orders) >= _GROUP:
-            group = self._groups[lane] = _Group()
-        return group
-
-    def close(self, group: _Group, lane: int) -> None:
-        """Add no more micro-batches to ``group``, which is taken."""
-        if self._groups.get(lane) is group:
-            del self._groups[lane]
+        self.blocks: dict[int, _Read] = {}
+        """Lane → its block that is read."""
 
     def of(self, source: int) -> PositionReader:
         """Return the reader of a source."""
@@ -209,14 +196,27 @@ class _Readers:
             self._readers[source] = self._sources[source].new_reader(self._lanes, self._budget)
         return self._readers[source]
 
+    def has(self, source: int) -> bool:
+        """Return whether a source was read."""
+        return source in self._readers
+
     @property
-    def has_room(self) -> bool:
-        """Whether every source may read on."""
-        return all(one.has_room for one in self._readers.values())
+    def windows(self) -> _Readers:
+        """What the readers hold together."""
+        return self
+
+    def fill(self) -> None:
+        """Have all readers read ahead."""
+        self._budget.room.fill()
+
+    @property
+    def rows_ready(self) -> int:
+        """The rows that are decoded, and were not served. Any thread may ask."""
+        return sum(one.windows.rows_ready for one in list(self._readers.values()))
 
     def clear(self) -> None:
         """Drop all windows."""
-        self._groups = {}
+        self.blocks = {}
         for one in self._readers.values():
             one.clear()
 
@@ -301,17 +301,17 @@ def _array(parts: Sequence[npt.NDArray[Any]], rows: Sequence[Int64Array], size: 
     return found
 
 
-def _rows_of(column: Any, start: int, stop: int) -> Any:
-    """Return rows [start, stop) of a column, as views. A tensor is made of its own rows, as torch saves all of what a
-    tensor is a view of."""
+def _rows_of(column: Any, start: int, stop: int, make: Callable[[Any], Any]) -> Any:
+    """Return rows [start, stop) of a column, as views to which ``make`` is applied."""
     if isinstance(column, dict):
-        return {name: _rows_of(one, start, stop) for name, one in column.items()}
-    if isinstance(column, torch.Tensor):
-        return torch.from_numpy(column.numpy()[start:stop])
-    if isinstance(column, Ragged) and isinstance(column.offsets, torch.Tensor):
-        arrays: Any = column.map_arrays(lambda tensor: tensor.numpy())
-        return arrays[start:stop].map_arrays(torch.from_numpy)
-    return column[start:stop]
+        return {name: _rows_of(one, start, stop, make) for name, one in column.items()}
+    if isinstance(column, list):
+        return column[start:stop]
+    return cut({"": column}, start, stop, make)[""]
+
+
+def _as_it_is(array: Any) -> Any:
+    return array
 
 
 def _ragged(parts: Sequence[Ragged[Any]], rows: Sequence[Int64Array]) -> Any:

@@ -6,9 +6,9 @@
     ------------                                                 ------------------------------------------
     state → [pool] ------------- task (torch's queue) ---------> [reader] → source → micro-batch
                ^                                                    |
-               |                                                [packing]: bytes and a pickle
+               |                                                [pickling]: bytes and a pickle
                |                                                    v
-            [packing] <---- [slots]: shared memory, leased <---- [slots]
+            [pickling] <---- [slots]: shared memory, leased <---- [slots]
                ^                                                    |
                +------ [groups]: numbers of slots (torch's queue) <-+
 

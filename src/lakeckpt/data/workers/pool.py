@@ -26,7 +26,7 @@ from lakeckpt.counters import add_stores
 from lakeckpt.data.base.torch_private import ExceptionWrapper, leave_signals, queued, stop_workers, worker_process
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.workers.groups import Arrived, Group
-from lakeckpt.data.workers.packing import unpack
+from lakeckpt.data.workers.pickling import unpack
 from lakeckpt.data.workers.reader import Beginning, Limits, Task, WorkerInit, WorkerReader
 from lakeckpt.data.workers.signals import blocked_signals, ignored_signals
 from lakeckpt.data.workers.slots import SlotMemory
@@ -120,7 +120,7 @@ class Workers:
             if iteration != self._iteration or self.closed or os.getpid() != self._process:
                 raise StateUnavailable(
                     "the worker processes of this iterator were ended, read for a newer iterator, or answer to the "
-                    "process of which this one is a fork: iterate again to go on, iter(loader)"
+                    "process that this one was forked from: iterate again to go on, iter(loader)"
                 )
             try:
                 found = self._workers[assignment.owner % len(self._workers)].next(assignment)

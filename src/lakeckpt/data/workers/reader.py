@@ -24,7 +24,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.flows.reading import FlowReading
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.workers.groups import Group
-from lakeckpt.data.workers.packing import pack
+from lakeckpt.data.workers.pickling import pack
 from lakeckpt.data.workers.signals import end_by_main
 from lakeckpt.data.workers.slots import SlotMemory, Slots
 from lakeckpt.errors import LakeckptError
@@ -104,11 +104,10 @@ class WorkerReader(Dataset[Group]):
 
     def _begun(self, beginning: Beginning) -> Ahead | FlowReading:
         source, worker, workers = self.dataset._source, self._worker, self._workers
-        if not isinstance(source, FlowSource):
-            return Ahead(source, _assignments(beginning, worker, workers))
-        state = beginning.state
-        ranks = state.segment.world_size
-        return FlowReading(source, state, beginning.rank, owns=lambda lane: lane // ranks % workers == worker)
+        state, rank, ranks = beginning.state, beginning.rank, beginning.state.segment.world_size
+        if isinstance(source, FlowSource):
+            return FlowReading(source, state, rank, owns=lambda lane: lane // ranks % workers == worker)
+        return Ahead(source, stretches(state), rank, owns=lambda plan, step: plan.owner(step, rank) % workers == worker)
 
     def _fill(self, group: Group, ahead: Ahead | FlowReading) -> None:
         most, until = min(self._limits.micro_batches, 1 << min(self._groups, 20)), 0.0
@@ -168,16 +167,6 @@ def _end_with_main() -> None:
 def _exit_after(main: Any) -> None:
     main.join()  # it waits for the sentinel
     os._exit(1)
-
-
-def _assignments(beginning: Beginning, worker: int, workers: int) -> Iterator[Any]:
-    """Yield what ``worker`` of ``workers`` reads of the rest of the epoch."""
-    rank, state = beginning.rank, beginning.state
-    for plan, step, stop in stretches(state):
-        while stop is None or step < stop:
-            if plan.owner(step, rank) % workers == worker:
-                yield plan.assignment(step, rank)
-            step += 1
 
 
 def _crossing(error: Exception, worker: int) -> Any:

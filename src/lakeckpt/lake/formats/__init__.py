@@ -9,7 +9,7 @@ A module per format, imported only when a table has that format. None of them de
                            [library] → [delta], [hudi] with [hudi_timeline], [iceberg/]
                                |          they ask their libraries, with the options of [clients]
                                v
-                            [model]: files, deleted rows, partition values, schema of the version
+                            [pinned_files]: files, deleted rows, partition values, schema of the version
                                |
                            [pinning] <--- footers, kept beside a run by [footer_cache]
                                |

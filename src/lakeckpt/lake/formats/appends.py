@@ -18,7 +18,7 @@ from typing import Any
 
 from lakeckpt.errors import DataFileChanged, TableError, TableNotFound, TableRewritten, TableVersionGone
 from lakeckpt.lake.formats.library import changes, pin, refreshed
-from lakeckpt.lake.formats.model import Change, PinnedFiles
+from lakeckpt.lake.formats.pinned_files import Change, PinnedFiles
 from lakeckpt.lake.formats.pinning import index_of, index_of_version, listed
 from lakeckpt.lake.parquet.footer import summarize_all
 from lakeckpt.lake.storage.base import ObjectInfo, redact_uri

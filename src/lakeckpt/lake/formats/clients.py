@@ -14,7 +14,7 @@ from typing import Any
 from lakeckpt.errors import ConfigError, StorageError, TableError, one_line
 from lakeckpt.lake.storage.base import split_uri
 from lakeckpt.lake.storage.open import FILESYSTEM
-from lakeckpt.lake.storage.options import StoreOptions
+from lakeckpt.lake.storage.store_options import StoreOptions
 
 __all__ = ["asking", "is_of_the_store", "object_store_options"]
 

@@ -35,7 +35,7 @@ from lakeckpt.errors import (
     TableVersionGone,
 )
 from lakeckpt.lake.formats.clients import asking, is_of_the_store, object_store_options
-from lakeckpt.lake.formats.model import Change, ChangeKind, PinnedFile, PinnedFiles
+from lakeckpt.lake.formats.pinned_files import Change, ChangeKind, PinnedFile, PinnedFiles
 from lakeckpt.lake.parquet.footer import Int64Array
 from lakeckpt.lake.storage.base import Storage, redact_uri, split_uri
 from lakeckpt.lake.table.column_mapping import ColumnMapping, StoredField

@@ -17,7 +17,7 @@ from lakeckpt.errors import ConfigError
 from lakeckpt.lake.formats.appends import added_files, added_versions
 from lakeckpt.lake.formats.footer_cache import cached_summaries
 from lakeckpt.lake.formats.library import is_of_catalog, pin, refreshed
-from lakeckpt.lake.formats.model import CatalogTable, PinnedFiles
+from lakeckpt.lake.formats.pinned_files import CatalogTable, PinnedFiles
 from lakeckpt.lake.formats.pinning import index_of, index_of_version, listed
 from lakeckpt.lake.parquet.footer import Progress
 from lakeckpt.lake.storage.base import Storage, split_uri

@@ -32,7 +32,7 @@ from lakeckpt.errors import (
 )
 from lakeckpt.lake.formats.clients import asking, is_of_the_store, object_store_options
 from lakeckpt.lake.formats.hudi_timeline import Commit, expected_files, lost_groups, read_commits
-from lakeckpt.lake.formats.model import PinnedFile, PinnedFiles
+from lakeckpt.lake.formats.pinned_files import PinnedFile, PinnedFiles
 from lakeckpt.lake.storage.base import redact_uri
 from lakeckpt.lake.table.version import TableVersion
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lakeckpt.errors import ConfigError
-from lakeckpt.lake.formats.model import Change, PinnedFiles
+from lakeckpt.lake.formats.pinned_files import Change, PinnedFiles
 from lakeckpt.lake.table.version import TableFormat
 
 __all__ = ["changes", "is_of_catalog", "pin", "refreshed"]

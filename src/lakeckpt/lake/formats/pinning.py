@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from lakeckpt.errors import DataFileChanged, SchemaError, TableVersionGone
-from lakeckpt.lake.formats.model import PinnedFile, PinnedFiles
+from lakeckpt.lake.formats.pinned_files import PinnedFile, PinnedFiles
 from lakeckpt.lake.parquet.footer import FileSummary
 from lakeckpt.lake.storage.base import ObjectInfo, check_key, redact_uri
 from lakeckpt.lake.table.column_mapping import resolve

@@ -133,12 +133,6 @@ class Prefetcher:
         _cancel(before.values())
         self._advance(state)
 
-    @property
-    def has_room(self) -> bool:
-        """True if more row groups would be fetched ahead now."""
-        waiting = [one for one in list(self._state.expected.values()) if one.size_bytes or not one.is_settled]
-        return self._ahead.held < self._ahead.limit and len(waiting) < MOST_AHEAD
-
     def fetch(self, group: int) -> tuple[OpenedFile, RowGroupPlan, pa.NativeFile]:
         """Return the opened file of a row group, its plan, and a file that holds the bytes of the plan.
 

@@ -126,7 +126,7 @@ class Fetch:
 
 
 class _Parts(io.RawIOBase):
-    """A file of which only ``parts`` are there: pairs of an offset and the bytes from there.
+    """A file that has only ``parts``: pairs of an offset and the bytes from there.
 
     pyarrow calls ``read_buffer`` to read. Outside of the parts it gets nothing, and reports that the file ends there.
 

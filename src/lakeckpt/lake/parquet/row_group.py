@@ -177,9 +177,8 @@ class RowGroupReader:
         return DataFileDamaged(
             f"{which}row group {row_group} of the data file {self.path!r} cannot be decoded "
             f"({' '.join(what.split())[:300]}): restore the file from a good copy, or go on without its "
-            f"rows by `open_table(…, exclude=[({self.path!r}, {row_group})])`. A run with rows that are filtered, "
-            'packed, tokenized or mixed, or with rows="many", endless=True or follow=, refuses this in mid-epoch: '
-            "docs/how-to/damaged-files.md says what it can do",
+            f"rows by `open_table(…, exclude=[({self.path!r}, {row_group})])`: docs/how-to/damaged-files.md says what "
+            "else is excluded of the current epoch. A run with follow= refuses it inside of a tranche",
             file=self.path,
             row_group=row_group,
             column=column,

@@ -6,7 +6,7 @@
                 |
              [open] ---> [local] → [direct]: large files past the page cache
                 |
-                +------> [object_store] → [options]: names of options; [retry]: deadlines; [failures]: our errors
+                +------> [object_store] → [store_options]; [retry]: deadlines; [store_errors]: our errors
                 |
                 +------> [fsspec]: tables only, never written
 

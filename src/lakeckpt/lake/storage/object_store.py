@@ -44,9 +44,9 @@ from lakeckpt.lake.storage.base import (
     split_uri,
     temporary_name,
 )
-from lakeckpt.lake.storage.failures import BehindTheEnd, Refused, failure_of, shown
-from lakeckpt.lake.storage.options import StoreOptions
 from lakeckpt.lake.storage.retry import Retrier, Retryable
+from lakeckpt.lake.storage.store_errors import BehindTheEnd, Refused, failure_of, shown
+from lakeckpt.lake.storage.store_options import StoreOptions
 
 __all__ = ["SCHEMES", "ObjectStorage"]
 

@@ -50,7 +50,7 @@ class StoredField:
 
     @classmethod
     def from_plain(cls, plain: Any, kind: pa.DataType) -> StoredField:
-        """Return the field of which `to_plain` made ``plain``."""
+        """Return the field that `to_plain` made into ``plain``."""
         field_id, names, children, default = plain
         below = zip(children, fields_of(kind), strict=False)
         return cls(
@@ -76,7 +76,7 @@ class ColumnMapping:
 
     @classmethod
     def from_plain(cls, plain: Any, schema: pa.Schema) -> ColumnMapping:
-        """Return the mapping of which `to_plain` made ``plain``."""
+        """Return the mapping that `to_plain` made into ``plain``."""
         return cls(fields={name: StoredField.from_plain(stored, schema.field(name).type) for name, stored in plain})
 
 

@@ -219,7 +219,7 @@ class TableIndex:
         value = loads(data, kind=KIND, supported=VERSION)
         try:
             index, digest = cls._of_document(value), value["digest"]
-        except Exception as error:  # whatever a document that is none of ours makes numpy and pyarrow raise
+        except Exception as error:  # a foreign document makes numpy and pyarrow raise anything
             raise WireDamaged(f"this table index is malformed: {type(error).__name__}: {error}") from error
         if index.digest != digest:
             raise WireDamaged(f"this table index records the digest {digest!r}, but has {index.digest!r}")

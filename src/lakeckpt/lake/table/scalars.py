@@ -52,7 +52,7 @@ def to_plain(value: Value, kind: pa.DataType) -> Plain:
 
 
 def from_plain(plain: Any, kind: pa.DataType) -> Value:
-    """Return the value of which `to_plain` made ``plain``."""
+    """Return the value that `to_plain` made into ``plain``."""
     if plain is None:
         return None
     width = _clock_width(kind)

@@ -44,7 +44,7 @@ _GROUPS_PER_UNIT = 16
 def count_rows(table: Table, keep: RowFilter, *, progress: Progress | None = None) -> tuple[RowSelection, int]:
     """Count the rows of ``table`` that ``keep`` keeps, and return how many row groups had to be decoded as well.
 
-    16 threads count in local folders, else 48, of which most wait for the store. ``progress`` counts row groups, on the
+    16 threads count in local folders; else 48, most of which wait for the store. ``progress`` counts row groups, on the
     calling thread. Raises as `RowGroupDecoder.decode` does.
     """
     index, units = table.index, units_of(table.index)
@@ -133,7 +133,7 @@ class _Counter:
         }
 
     def _known_cases(self, unit: Unit, constants: dict[str, Cases]) -> list[list[Cases]]:
-        """For each row group of ``unit``, return the cases of all columns of which something is known."""
+        """For each row group of ``unit``, return the cases of all columns with known facts."""
         index = self._table.index
         file, first = index.group(unit.start)
         metadata = self._decoder.footer(file)

@@ -1,8 +1,8 @@
 """This module decodes the rows that a filter keeps of a row group.
 
-`FilteredDecoder` decodes as `RowGroupDecoder` does, and its row numbers count the rows that stay. Of a row group of
-which every row stays, it reads only the columns asked for. Of any other it also reads the filter's columns, evaluates
-the filter, and drops them. The rows that stay must be those that were counted, by their digest: positions rest on them.
+`FilteredDecoder` decodes as `RowGroupDecoder` does, and its row numbers count the rows that stay. If every row of a row
+group stays, it reads only the columns asked for. Else it also reads the filter's columns, evaluates the filter, and
+drops them. The rows that stay must be those that were counted, by their digest: positions rest on them.
 """
 
 from __future__ import annotations

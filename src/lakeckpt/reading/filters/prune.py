@@ -3,8 +3,8 @@
 Two steps. `constant_cases` and `stored_cases` make pyarrow expressions of what is known of one column in a row group:
 each value of the column satisfies one of them. `verdicts` combines the cases of several columns and asks pyarrow's
 dataset layer. Each combination becomes the partition expression of a fragment that does not exist, and
-``Dataset.get_fragments`` lists the fragments in which some row may satisfy the filter. A row group of which no fragment
-is listed keeps no row. A row group keeps every row if each of its fragments is listed for the filter, and none for the
+``Dataset.get_fragments`` lists the fragments in which some row may satisfy the filter. A row group without a listed
+fragment keeps no row. A row group keeps every row if each of its fragments is listed for the filter, and none for the
 filter's negation.
 
 pyarrow's own statistics of Parquet fragments are not used: they ignore NaN. For a case of one value (a bound, null)
@@ -48,14 +48,14 @@ __all__ = ["Cases", "constant_cases", "stored_cases", "verdicts"]
 
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Cases: TypeAlias = list[pc.Expression]
-"""Expressions of which each value of one column satisfies one at least."""
+"""Expressions; each value of one column satisfies at least one of them."""
 _MOST_COMBINATIONS = 64
 
 
 def verdicts(keep: RowFilter, schema: pa.Schema, groups: Sequence[Sequence[Cases]]) -> tuple[Flags, Flags]:
     """Return for each row group whether surely no row stays, and whether surely every row stays: bool, shape (groups,).
 
-    Of each row group, the cases of the columns are given of which something is known. ``schema`` is the table's.
+    ``groups`` has for each row group the cases of the columns with known facts. ``schema`` is the table's.
     """
     combined = [_combined(group) for group in groups]
     try:

@@ -14,7 +14,7 @@ A selection also records which expression was counted, and by which release of p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Protocol
 
@@ -33,7 +33,7 @@ Uint64Array = npt.NDArray[np.uint64]
 KIND, VERSION = "row-selection", (1, 0)
 _TEXTS = ("table", "text", "expression", "pyarrow", "digest")
 NONE, EVERY = 0, 2**64 - 1
-"""The digests of a row group of which no row, or every row, stays: neither needs a bitmap."""
+"""The digests of a row group that keeps no row, or every row: neither needs a bitmap."""
 
 
 def digested(mask: pa.ChunkedArray) -> tuple[int, int]:
@@ -110,6 +110,12 @@ class RowSelection:
             raise ValueError(f"a selection of the table {self.table[:12]} was given for the table {table[:12]}")
         if len(self.group_rows) != len(existing) or (self.unit == 1 and bool((self.group_rows > existing).any())):
             raise ValueError(f"the selection {self.digest[:12]} keeps more rows than the row groups have")
+
+    def of_index(self, table: str, existing: Int64Array) -> RowSelection:
+        """Return the selection of the table ``table``, which is the same without some row groups: ``existing`` are its
+        rows of each row group."""
+        rows, digests = (np.where(existing > 0, one, 0) for one in (self.group_rows, self.group_digests))
+        return replace(self, table=table, group_rows=rows, group_digests=digests.astype(np.uint64))
 
     def dumps(self) -> bytes:
         """Return the selection as a versioned, checksummed document (`docs/reference/row-selection.md`)."""

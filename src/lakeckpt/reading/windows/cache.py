@@ -1,8 +1,9 @@
-"""This module holds decoded windows, and decodes windows ahead in the order in which they were asked for.
+"""This module holds decoded windows, and decodes windows ahead in the order in which lanes need them.
 
-A window is needed from when it is announced until all of its rows were served. It is decoded in a thread as soon as
-there is room for it, at the latest when the reader waits for it. Where there is no room for a window that is needed,
-the window that was used least recently, and that nothing announced needs, makes room.
+A reader says which lanes it follows. Of each lane the open window is held, and the windows that follow are decoded in
+threads as soon as there is room for them (`lakeckpt.reading.windows.room`), at the latest when the reader waits for
+them. If there is no room for a window that is needed, the window that was used least recently, and that no lane needs,
+makes room. Any other window may be read as well: it is decoded when it is opened.
 
 An error of a window is raised when the reader waits for the window, and not before. The module looks at no rows. It
 starts the threads of `lakeckpt.reading.windows.threads`, and `WindowCache.clear` ends them.
@@ -10,30 +11,26 @@ starts the threads of `lakeckpt.reading.windows.threads`, and `WindowCache.clear
 
 from __future__ import annotations
 
-import bisect
 import os
 import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import count
+from itertools import count, starmap
 from typing import Protocol
 
 import pyarrow as pa
 
-from lakeckpt.core.order import EpochLayout, OrderSpec, Window
+from lakeckpt.core.order import EpochLayout, Window
+from lakeckpt.lake.parquet.prefetch import MOST_AHEAD
 from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.ragged import Column
 from lakeckpt.reading.windows.decode import RowGroupDecoder
+from lakeckpt.reading.windows.lanes import CachedWindow, FollowedLane, Key
 from lakeckpt.reading.windows.room import Room
 from lakeckpt.reading.windows.threads import Threads
 from lakeckpt.reading.windows.window import Array, DecodedWindow, WindowDecoder
 
-__all__ = ["CachedWindow", "Decoding", "Served", "WindowCache", "windows_held_of"]
-
-Key = tuple[tuple[OrderSpec, int, int, int], int]
-"""The identity of a layout, and where the window begins in it."""
+__all__ = ["Decoding", "WindowCache", "windows_held_of"]
 
 
 def windows_held_of(lanes: int) -> int:
@@ -43,61 +40,6 @@ def windows_held_of(lanes: int) -> int:
     With a single window ahead, the second thread would have nothing to decode.
     """
     return lanes + max(lanes, 2)
-
-
-class Served:
-    """The rows of a window that were served: sorted runs that do not touch. There is nearly always one run, which grows
-    at its end. `Intervals` would take longer than this for each micro-batch.
-    """
-
-    __slots__ = ("size", "starts", "stops")
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.starts: list[int] = []
-        self.stops: list[int] = []
-
-    def add(self, start: int, stop: int) -> bool:
-        """Add the non-empty [start, stop). Return whether all of it is new."""
-        if self.stops and self.stops[-1] == start:
-            self.stops[-1] = stop
-            self.size += stop - start
-            return True
-        first = bisect.bisect_left(self.stops, start)  # the first run that ends at or after start
-        last = bisect.bisect_right(self.starts, stop)  # one past the last run that begins at or before stop
-        low, high = min([start, *self.starts[first:last]]), max([stop, *self.stops[first:last]])
-        grown = (high - low) - (sum(self.stops[first:last]) - sum(self.starts[first:last]))
-        self.starts[first:last], self.stops[first:last] = [low], [high]
-        self.size += grown
-        return grown == stop - start
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class CachedWindow:
-    """A window from its announcement until all of its rows were served."""
-
-    key: Key
-    layout: EpochLayout
-    window: Window
-    served: Served = field(default_factory=Served)
-    waiting: int = 0
-    """Announced parts that have not been taken."""
-    used: int = 0
-    """The number of the last use: the larger, the later."""
-    future: Future[DecodedWindow] | None = None
-    """None while there is no room for it."""
-    decoded: DecodedWindow | None = None
-    gone: bool = False
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the window can be read without a wait."""
-        return self.decoded is not None or (self.future is not None and self.future.done())
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the window is needed, and waits for room."""
-        return self.future is None and not self.gone
 
 
 class Decoding(Protocol):
@@ -128,8 +70,8 @@ class WindowCache:
 
     ``nulls`` as for `WindowDecoder`; or ``decoder_of`` makes what decodes windows. At most ``threads`` decode.
     ``most_open``: how many windows are open at once, as many as lanes are read in turn. Up to `windows_held_of` it are
-    held: the open windows, and others that were announced. If ``room`` has a limit, only those announced windows are
-    held that fit beside all others of the room, and memory waits to be used again only as far as it fits beside them. A
+    held: the open windows, and those that are read ahead. If ``room`` has a limit, only those windows are read ahead
+    that fit beside all others of the room, and memory waits to be used again only as far as it fits beside them. A
     window that the reader waits for is always decoded, and open windows are kept.
     """
 
@@ -144,13 +86,15 @@ class WindowCache:
         decoder_of: Callable[[Threads], Decoding] | None = None,
     ) -> None:
         self._decoder_of = decoder_of or partial(_rows_of, rows, nulls)
-        self.uses = count(1)
+        self._uses = count(1)
         """Numbers for `CachedWindow.used`."""
         self.rows = rows
         self._begin_threads(threads)
         self._most_open, self._most_held = most_open, windows_held_of(most_open)
         self._room = room
         self._all: dict[Key, CachedWindow] = {}
+        self._lanes: list[FollowedLane] = []
+        self._share = 1.0
         self._row_bytes = 0.0
         room.enter(self)
 
@@ -173,31 +117,87 @@ class WindowCache:
     def _held(self) -> list[CachedWindow]:
         return [one for one in self._all.values() if one.future is not None]
 
-    @property
-    def has_room(self) -> bool:
-        """Whether windows that are announced now would be decoded soon, or fetched from a store."""
-        return (not self._room.is_full and not self._threads.have_enough) or self.rows.has_room
+    # --- lanes
 
-    def get(self, layout: EpochLayout, window: Window) -> CachedWindow:
-        """Return the window of ``layout``; a new one is begun as soon as there is room."""
+    def follow(self, lanes: Iterable[Iterator[tuple[EpochLayout, Window]]], share: float = 1.0) -> None:
+        """Read ahead what ``lanes`` yield, instead of what was followed before, once `fill` is called.
+
+        ``share``: which part of all rows that the loop gets are of this reader. Windows are begun so long before they
+        are needed that those of all readers of a room are about as many as one reader would read ahead.
+        """
+        self._lanes, self._share = [FollowedLane(starmap(self.known, one)) for one in lanes], share
+        for window in list(self._all.values()):
+            if not window.served.size:
+                self.drop(window)
+
+    def fill(self) -> None:
+        """Read ahead, and have all readers do so that share the room."""
+        self._room.fill()
+
+    def next(self) -> tuple[float, CachedWindow] | None:
+        """See `lakeckpt.reading.windows.room.Taking`."""
+        found = min(filter(None, (lane.next() for lane in self._lanes)), key=lambda one: one[0], default=None)
+        lead = self._share * (self._most_held - self._most_open) / self._most_open
+        if found is None or found[0] > lead * found[1].window.rows:
+            return None
+        return found[0] / self._share, found[1]
+
+    def begin(self, window: CachedWindow) -> bool:
+        """See `lakeckpt.reading.windows.room.Taking`."""
+        if not self._make_room(window, spared=self._most_open):
+            return False
+        self._begin(window)
+        return True
+
+    def fetch(self) -> None:
+        """See `lakeckpt.reading.windows.room.Taking`."""
+        lanes, most = list(self._lanes) if self.rows.fetches else [], max(1, MOST_AHEAD * self._share)
+        while lanes and len(self._unread()) < most:
+            lane = min(lanes, key=lambda one: one.rows_known)
+            if not lane.extend():
+                lanes.remove(lane)
+            self.rows.expect(self._unread())
+
+    @property
+    def rows_ready(self) -> int:
+        """The rows that are decoded, and were not served. Any thread may ask."""
+        return sum(one.window.rows - one.served.size for one in list(self._all.values()) if one.is_ready)
+
+    def _unread(self) -> list[int]:
+        """Return the row groups of windows that are not decoded."""
+        waiting = [one.window for one in self._all.values() if not one.is_ready]
+        return [group for one in waiting for group in self._decoder.groups(one)]
+
+    # --- windows
+
+    def at(self, layout: EpochLayout, position: int) -> CachedWindow:
+        """Return the window of ``layout`` that holds ``position``."""
+        for one in self._all.values():
+            if one.layout is layout and one.window.start <= position < one.window.stop:
+                return one
+        return self.known(layout, layout.window_at(position))
+
+    def known(self, layout: EpochLayout, window: Window) -> CachedWindow:
+        """Return the window of ``layout``, which is new if it was not known."""
         key = layout.identity, window.start
         found = self._all.get(key)
         if found is None:
             found = self._all[key] = CachedWindow(key=key, layout=layout, window=window)
-            waiting = [one.window for one in self._all.values() if not one.is_ready]
-            self.rows.expect([group for one in waiting for group in self._decoder.groups(one)])
-            self._room.wait(self, found)
-            self.fill()
         return found
 
-    def wait_for(self, needed: CachedWindow) -> DecodedWindow:
-        """Return the rows of ``needed``. A window that cannot be read now is tried again at the next call."""
-        if needed.decoded is not None:
-            return needed.decoded
-        if needed.future is None:
+    def use(self, needed: CachedWindow) -> None:
+        """Begin to decode ``needed``, if it was not begun: the reader reads rows of it now, or soon."""
+        needed.used = next(self._uses)
+        if needed.future is None and not needed.gone:
             # If the windows of other lanes made room, each would be decoded again for its next micro-batch.
             self._make_room(needed, spared=self._most_open - 1)
             self._begin(needed)
+
+    def wait_for(self, needed: CachedWindow) -> DecodedWindow:
+        """Return the rows of ``needed``, which is in use. A window that cannot be read is tried again when it is used
+        again."""
+        if needed.decoded is not None:
+            return needed.decoded
         assert needed.future is not None
         try:
             decoded = needed.future.result()
@@ -214,17 +214,6 @@ class WindowCache:
         assert columns is not None
         return columns
 
-    def fill(self) -> None:
-        """Begin to decode the announced windows of the room, in the order of their announcement, while there is any."""
-        self._room.fill()
-
-    def begin(self, window: CachedWindow) -> bool:
-        """See `lakeckpt.reading.windows.room.Taking`."""
-        if not self._make_room(window, spared=self._most_open):
-            return False
-        self._begin(window)
-        return True
-
     def taken_bytes(self) -> float:
         """See `lakeckpt.reading.windows.room.Taking`."""
         return self._decoder.kept_bytes() + sum(map(self._bytes_of, self._held()))
@@ -235,16 +224,13 @@ class WindowCache:
         del self._all[needed.key]
 
     def trim(self) -> None:
-        """Drop windows that nothing announced needs, beyond the number that may be held."""
-        if len(self._all) <= self._most_held:
-            return
-        held = [one for one in self._by_use() if one.future is not None]
-        idle = [one for one in held if not one.waiting]
-        for one in idle[: max(0, len(held) - self._most_held)]:
+        """Drop windows that were entered, beyond the number that may be held."""
+        for one in self._entered()[: max(0, self.held - self._most_held)]:
             self.drop(one)
 
     def clear(self) -> None:
-        """Drop all windows, close files and end threads; windows that are needed later are decoded anew."""
+        """Drop all windows, close files and end threads; windows that are needed later are decoded anew. Lanes are no
+        longer followed."""
         if self.process != os.getpid():  # forked: the threads, and the locks that they hold, are the parent's
             self.rows.forget()
             self._begin_threads(self._threads.count)
@@ -255,7 +241,7 @@ class WindowCache:
             one.gone = True
         if self._all:  # reading was broken off; after a whole epoch, the next epoch uses the memory again
             pa.default_memory_pool().release_unused()
-        self._all = {}
+        self._all, self._lanes = {}, []
         self._decoder.release()
 
     # --- room
@@ -269,19 +255,18 @@ class WindowCache:
     def _make_room(self, needed: CachedWindow, *, spared: int) -> bool:
         """Say whether there is room to decode ``needed``, once windows that nothing needs were dropped.
 
-        As many as are open at once are ``spared``: a lane's next part may not be announced yet.
+        As many as are open at once are ``spared``: lanes read on in those that were used last.
         """
         while not self._fits(needed):
-            entered = [one for one in self._by_use() if one.served.size and one.future is not None]
-            idle = next((one for one in entered if not one.waiting), None)
-            if idle is None or len(entered) <= spared:
+            entered = self._entered()
+            if len(entered) <= spared:
                 return False
-            self.drop(idle)
+            self.drop(entered[0])
         return True
 
-    def _by_use(self) -> list[CachedWindow]:
-        """Return all windows, the one used last at the end."""
-        return sorted(self._all.values(), key=lambda one: one.used)
+    def _entered(self) -> list[CachedWindow]:
+        """Return the windows in memory of which rows were served, the one used last at the end."""
+        return sorted((one for one in self._held() if one.served.size), key=lambda one: one.used)
 
     def _fits(self, needed: CachedWindow) -> bool:
         held = self._held()

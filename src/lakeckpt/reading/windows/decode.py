@@ -110,6 +110,8 @@ class RowGroupDecoder:
         self._use_threads = use_threads
         self._most = max_row_group_bytes
         is_local = isinstance(table.storage, LocalStorage)
+        self.fetches = not is_local
+        """Whether row groups that are expected are fetched from a store."""
         ahead = ahead_bytes if isinstance(ahead_bytes, AheadBytes) else AheadBytes(ahead_bytes)
         self._prefetcher = Prefetcher(
             table.index, self._opened, most_open=open_files, ahead=AheadBytes(0) if is_local else ahead
@@ -122,11 +124,6 @@ class RowGroupDecoder:
         dropped.
         """
         self._prefetcher.expect(group for group in groups if self._is_fetched(group))
-
-    @property
-    def has_room(self) -> bool:
-        """Whether more row groups would be prefetched now; never of local files."""
-        return self._prefetcher.has_room
 
     def decode(self, group: int, start: int, stop: int) -> pa.Table:
         """Return rows [start, stop) of those of row group ``group`` (its ordinal in the table) that are not deleted.

@@ -1,26 +1,16 @@
 """This module bounds the memory that the windows of several readers take together.
 
-The readers of a mixture share a `Room`; any other reader has one of its own. Windows that are announced and have no
-room wait in one queue, in the order in which they will be needed. Each reader says what it takes. One thread uses a
-room and its readers; only a reader's windows may be dropped by the garbage collector in any thread, and they leave the
-queue when their turn comes. The module holds no rows, and starts no threads.
+The readers of a mixture share a `Room`; any other reader has one of its own. Each reader says what it takes, and what
+it needs soon. One thread uses a room and its readers; only the garbage collector may drop a reader's windows in any
+thread. The module holds no rows, and starts no threads.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from typing import Any, Protocol
 
-__all__ = ["Room", "Taking", "Waiting"]
-
-
-class Waiting(Protocol):
-    """A window that waits for room."""
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether somebody still needs the window and it was not begun."""
+__all__ = ["Room", "Taking"]
 
 
 class Taking(Protocol):
@@ -29,8 +19,15 @@ class Taking(Protocol):
     def taken_bytes(self) -> float:
         """Return the bytes of the windows that it holds, and of what it keeps for later windows."""
 
+    def next(self) -> tuple[float, Any] | None:
+        """Return the window that is needed soon, is not begun, and is needed first, and after how many rows of the
+        loop."""
+
     def begin(self, window: Any) -> bool:
-        """Begin to decode a window that waits; return whether there was room for it."""
+        """Begin to decode a window; return whether there was room for it."""
+
+    def fetch(self) -> None:
+        """Fetch from a store what is needed later."""
 
 
 class Room:
@@ -39,7 +36,6 @@ class Room:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         self._readers: weakref.WeakSet[Taking] = weakref.WeakSet()
-        self._waiting: deque[tuple[weakref.ref[Taking], Waiting]] = deque()
 
     def enter(self, reader: Taking) -> None:
         """Count what ``reader`` takes."""
@@ -50,22 +46,14 @@ class Room:
         assert self.limit_bytes is not None
         return self.limit_bytes - sum(one.taken_bytes() for one in list(self._readers))
 
-    @property
-    def is_full(self) -> bool:
-        """Whether a window waits."""
-        while self._waiting and (self._waiting[0][0]() is None or not self._waiting[0][1].is_waiting):
-            self._waiting.popleft()
-        return bool(self._waiting)
-
-    def wait(self, reader: Taking, window: Waiting) -> None:
-        """Let a window of ``reader`` wait for room."""
-        self._waiting.append((weakref.ref(reader), window))
-
     def fill(self) -> None:
-        """Begin to decode the windows that wait, in their order, while there is room."""
-        while self.is_full:
-            holder, window = self._waiting[0]
-            reader = holder()
-            if reader is not None and not reader.begin(window):
-                return
-            self._waiting.popleft()
+        """Begin to decode what readers need soon, in the order in which they need it, while there is room."""
+        readers = list(self._readers)
+        while coming := [(found, one) for one in readers if (found := one.next()) is not None]:
+            (_, window), reader = min(coming, key=lambda one: one[0][0])
+            if not reader.begin(window):
+                if self.limit_bytes is not None:
+                    break
+                readers.remove(reader)
+        for one in list(self._readers):
+            one.fetch()

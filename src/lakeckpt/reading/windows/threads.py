@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -57,8 +56,6 @@ class Threads:
     def __init__(self, count: int) -> None:
         self.count = count
         self._pools: _Pools | None = None
-        self._most_whole = min(_WHOLE, count)
-        self._unfinished: deque[None] = deque()
         self._is_wanted = [True]  # emptied by `close`: the work that was submitted is dropped
 
     @property
@@ -72,29 +69,16 @@ class Threads:
             pools = self._pools = _shared.get(self.count)
         return pools
 
-    @property
-    def have_enough(self) -> bool:
-        """Whether some work waits for a whole thread, so that more work would wait, too.
-
-        Work that a free thread has not begun yet does not count: the thread may wait for the interpreter.
-        """
-        return len(self._unfinished) > self._most_whole
-
     def submit(self, work: Callable[[], _R]) -> Future[_R]:
         """Do ``work`` in a whole thread, after the work that was submitted before."""
-        whole = self._used().whole
-        unfinished, is_wanted = self._unfinished, self._is_wanted
-        unfinished.append(None)
+        whole, is_wanted = self._used().whole, self._is_wanted
 
-        def finished() -> _R:
-            try:
-                if not is_wanted:
-                    raise CancelledError
-                return work()
-            finally:
-                unfinished.pop()
+        def done() -> _R:
+            if not is_wanted:
+                raise CancelledError
+            return work()
 
-        return whole.submit(unless_ending, whole, finished)
+        return whole.submit(unless_ending, whole, done)
 
     def map(self, work: Callable[[_T], _R], items: Sequence[_T]) -> list[_R]:
         """Return the results of ``work`` for ``items``, in their order. Raises one of the errors of ``work``."""
@@ -129,4 +113,4 @@ class Threads:
         """
         self._is_wanted.clear()
         self._pools = None
-        self._unfinished, self._is_wanted = deque(), [True]
+        self._is_wanted = [True]

@@ -25,7 +25,7 @@ _SLASHES = re.compile("/{2,}")
 _SAME = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfss": "abfs", "wasb": "abfs", "wasbs": "abfs", "local": "file"}
 _BOOLEANS = {"true": True, "false": False}
 _PREFIXES = {"s3": ("client.", "s3."), "abfs": ("adls.",), "gs": ("gcs.",)}
-"""How the properties of a store begin. Of one name, the last prefix counts."""
+"""How the properties of a store begin. If a name has several prefixes, the last one counts."""
 _S3 = "access-key-id secret-access-key session-token profile-name endpoint region anonymous force-virtual-addressing"
 _AZURE = "account-name account-key sas-token tenant-id client-id client-secret"
 _PASSED_ON = frozenset(f"{_S3} {_AZURE}".split())

@@ -22,7 +22,7 @@ from lakeckpt.lake.formats.iceberg.plan import PlannedFile, plan_files
 from lakeckpt.lake.formats.iceberg.position_deletes import deleted_rows
 from lakeckpt.lake.formats.iceberg.schema import arrow_schema, arrow_value, column_mapping
 from lakeckpt.lake.formats.iceberg.source import Chosen, choose_snapshot, load
-from lakeckpt.lake.formats.model import Change, ChangeKind, PinnedFile, PinnedFiles
+from lakeckpt.lake.formats.pinned_files import Change, ChangeKind, PinnedFile, PinnedFiles
 from lakeckpt.lake.storage.base import redact_uri
 from lakeckpt.lake.table.deletes import Int64Array
 from lakeckpt.lake.table.listing import common_root, paths_below

@@ -61,7 +61,7 @@ def choose_snapshot(table: Table, version: int | str | None) -> Chosen:
     """Return the snapshot that ``version`` names: a branch, a tag, or else the id of a snapshot.
 
     None names the current snapshot, which is read with the table's schema. A snapshot that is named is read with the
-    schema that it was written with, as pyiceberg does. `TableNotFound` if there is none such.
+    schema that it was written with, as pyiceberg does. `TableNotFound` if there is no such snapshot.
     """
     metadata = table.metadata
     if version is None:

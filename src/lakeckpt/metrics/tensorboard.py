@@ -23,8 +23,8 @@ _before: WeakKeyDictionary[Any, tuple[float, dict[_Key, float]]] = WeakKeyDictio
 def log(writer: Any, step: int) -> None:
     """Write all metrics to ``writer``, a ``SummaryWriter`` of torch or tensorboardX, as scalars of ``step``.
 
-    Gauges are written as they are. Of counters, the growth per second since the last call with this writer is written,
-    as ``lakeckpt/rows_per_second/train``; ``wait_per_second`` and ``stall_per_second`` are parts of the time.
+    Gauges are written as they are. Counters are written as their growth per second since the last call with this
+    writer: ``lakeckpt/rows_per_second/train``; ``wait_per_second`` and ``stall_per_second`` are parts of the time.
     ``persist_seconds`` and ``capture_seconds`` are the mean of the saves and captures since then. The first call writes
     gauges only. One thread calls it. Raises `ConfigError` if ``writer`` has no ``add_scalar``.
     """

@@ -11,8 +11,8 @@ import errno
 import re
 
 from lakeckpt.errors import ObjectMissing, StorageError
-from lakeckpt.lake.storage.options import StoreOptions
 from lakeckpt.lake.storage.retry import Retryable
+from lakeckpt.lake.storage.store_options import StoreOptions
 
 __all__ = ["BehindTheEnd", "Refused", "failure_of", "shown"]
 
