@@ -102,8 +102,7 @@ def _loaded(storage: Storage, exchange: Exchange, objects: Mapping[str, Any], st
                     )
                 applying.apply(chosen)
             except Unusable as unusable:
-                if exchange.rank == 0:
-                    log.pass_over(slot, unusable.damaged[0])
+                log.failed = slot, unusable.damaged[0]
                 continue
             assert chosen.manifest is not None
             return chosen.manifest

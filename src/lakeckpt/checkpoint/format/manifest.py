@@ -226,15 +226,7 @@ class CheckpointInfo:
     @classmethod
     def of(cls, manifest: Manifest) -> CheckpointInfo:
         """Return the values of a manifest that are shown to users."""
-        return cls(
-            slot=manifest.slot,
-            step=manifest.step,
-            attempt=manifest.attempt,
-            world_size=manifest.world_size,
-            created_s=manifest.created_s,
-            metric=manifest.metric,
-            waits=manifest.waits,
-        )
+        return cls(**{one.name: getattr(manifest, one.name) for one in fields(cls)})
 
 
 Entry = Begin | Restored | Manifest

@@ -113,7 +113,7 @@ def with_checkpoint(storage: Storage, step: Step, use: Callable[[Manifest], _T])
         try:
             return use(manifest)
         except CheckpointDamaged as error:
-            choice.pass_over(slot, str(error))
+            choice.failed = slot, str(error)
 
 
 def leaves(tree: Any) -> Iterator[Any]:

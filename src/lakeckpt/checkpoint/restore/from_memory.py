@@ -22,12 +22,9 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.consumed.pending import pending_from_bytes, since
 from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.manifest import Manifest, Restored
-from lakeckpt.checkpoint.format.parts import SHARING
-from lakeckpt.checkpoint.format.sharing import sharing_from_bytes
 from lakeckpt.checkpoint.restore.compare import Candidate
 from lakeckpt.checkpoint.restore.from_storage import commit_in
 from lakeckpt.checkpoint.state.loaded import loaded_of
-from lakeckpt.checkpoint.state.wholes import wholes_of
 from lakeckpt.errors import ArenaDamaged
 from lakeckpt.lake.storage.base import Storage
 
@@ -119,13 +116,10 @@ class Remembered:
         contents = contents_of(held)
         if manifest is None:
             contents.verify()
-        trees = contents.documents.trees
-        shared = sharing_from_bytes(trees[SHARING]) if SHARING in trees else {}
         every = {name: pending_from_bytes(data) for name, data in contents.documents.readers.items()}
         loaded = loaded_of(
-            trees,
+            contents.documents.trees,
             specs=contents.specs,
-            wholes=wholes_of(contents.specs, shared),
             source=contents,
             what=f"step {cut.step} in memory",
         )

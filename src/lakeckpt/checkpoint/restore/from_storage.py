@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,20 +32,21 @@ from lakeckpt.checkpoint.format.fields import holds
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import SHARING, PartRecord, TensorRecord, TreeRecord
 from lakeckpt.checkpoint.format.register import Register
-from lakeckpt.checkpoint.format.sharing import is_part_key, sharing_from_bytes
+from lakeckpt.checkpoint.format.sharing import is_part_key
 from lakeckpt.checkpoint.format.verified_reads import StoredSlab, fetch_part, fetch_register, open_files, read_slabs
 from lakeckpt.checkpoint.persist.log import read_entry, slot_path
 from lakeckpt.checkpoint.restore.compare import Candidate
 from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of, tree_of
 from lakeckpt.checkpoint.state.random_states import RANDOM
 from lakeckpt.checkpoint.state.rank_differences import Unlike, contents_of, different, refuse_divided, unlike_of
-from lakeckpt.checkpoint.state.wholes import Whole, Wholes, wholes_of
+from lakeckpt.checkpoint.state.wholes import Whole, Wholes
 from lakeckpt.errors import CheckpointDamaged, NewerFormat, WireError
 from lakeckpt.lake.storage.base import Storage
 
 __all__ = ["commit_in", "committed", "fetch_parts", "load", "load_from", "load_own"]
 
 _READ_THREADS = 8
+_Record = TypeVar("_Record", TensorRecord, TreeRecord)
 
 
 class _Stored:
@@ -249,13 +251,10 @@ def load_own(storage: Storage, manifest: Manifest, *, rank: int, items: Collecti
             return None
         wanted = [_only(part, items) for part in parts]
         records = _tensors_of(wanted, rank)
-        documents = {item: record.document for item, record in _trees_of(wanted, rank).items()}
-        specs = {key: record.spec for key, record in records.items()}
         stored = _Stored(storage, parts, records.values())
         loaded = loaded_of(
-            documents,
-            specs=specs,
-            wholes=wholes_of(specs, sharing_from_bytes(documents[SHARING]) if SHARING in documents else {}),
+            {item: record.document for item, record in _trees_of(wanted, rank).items()},
+            specs={key: record.spec for key, record in records.items()},
             source=stored,
             per_rank=own.outline.different,
             what=f"slot {manifest.slot}, rank {rank}",
@@ -278,18 +277,17 @@ def _fetched(storage: Storage, manifest: Manifest, register: Register, ranks: It
 
 def _tensors_of(parts: Sequence[PartRecord], rank: int) -> dict[str, TensorRecord]:
     """Return the tensors that ``rank`` had, parts of tensors among them."""
-    found: dict[str, TensorRecord] = {}
-    for record in (record for part in parts for record in part.tensors if holds(record.ranks, rank)):
-        if record.spec.key in found:
-            raise CheckpointDamaged(f"two parts hold tensor {record.spec.key!r} of rank {rank}")
-        found[record.spec.key] = record
-    return found
+    return _of_rank(((one.spec.key, one) for part in parts for one in part.tensors), rank, "tensor")
 
 
 def _trees_of(parts: Sequence[PartRecord], rank: int) -> dict[str, TreeRecord]:
-    found: dict[str, TreeRecord] = {}
-    for record in (record for part in parts for record in part.trees if holds(record.ranks, rank)):
-        if record.item in found:
-            raise CheckpointDamaged(f"two parts hold the state of {record.item!r} of rank {rank}")
-        found[record.item] = record
+    return _of_rank(((one.item, one) for part in parts for one in part.trees), rank, "the state of")
+
+
+def _of_rank(every: Iterable[tuple[str, _Record]], rank: int, what: str) -> dict[str, _Record]:
+    found: dict[str, _Record] = {}
+    for name, record in ((name, record) for name, record in every if holds(record.ranks, rank)):
+        if name in found:
+            raise CheckpointDamaged(f"two parts hold {what} {name!r} of rank {rank}")
+        found[name] = record
     return found

@@ -33,7 +33,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.persist.attempt import Attempt
-from lakeckpt.checkpoint.persist.log import LOG, Damage
+from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
 from lakeckpt.checkpoint.restore.applying import Applying, Unusable
 from lakeckpt.checkpoint.restore.choosing import Chooser
 from lakeckpt.checkpoint.restore.compare import Candidate
@@ -185,11 +185,11 @@ class Restorer:
             return
         for text in unusable.damaged:
             if captured is not None:
-                reason = f"this cut is not restored from memory: {text}"
-                self._chooser.report(Damage(path=f"memory/{captured.to_text()}", reason=reason))
+                path, reason = f"memory/{captured.to_text()}", f"this cut is not restored from memory: {text}"
             else:
                 assert slot is not None
-                self._chooser.report_slot(slot, text)
+                path, reason = slot_path(slot), f"this checkpoint is not whole: {text}"
+            self._chooser.report(Damage(path=path, reason=reason))
         if captured is not None:
             self._chooser.pass_over(captured, unusable.unfit)
             self._unfit.add(captured)

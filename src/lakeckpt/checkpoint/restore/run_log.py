@@ -17,7 +17,7 @@ from typing import Literal
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.register import KeptCheckpoint, best_first
 from lakeckpt.checkpoint.format.verified_reads import fetch_register
-from lakeckpt.checkpoint.persist.history import must_stay, not_rolled_back
+from lakeckpt.checkpoint.persist.history import must_stay, newest_slot, not_rolled_back
 from lakeckpt.checkpoint.persist.log import Damage, LogView, list_slots, read_log, slot_path
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, DamageWarning
 from lakeckpt.lake.storage.base import Storage, describe
@@ -81,10 +81,6 @@ class RunLog:
             self.damaged[damage.path] = damage
             if self._speaker:
                 warnings.warn(f"damage in the run: {damage}", DamageWarning, stacklevel=7)
-
-    def report_slot(self, slot: int, reason: str) -> None:
-        """Report that the checkpoint in ``slot`` is damaged."""
-        self.report(Damage(path=slot_path(slot), reason=f"this checkpoint is not whole: {reason}"))
 
     def listing(self) -> str:
         """Return a line for each damage, for an error."""
@@ -155,6 +151,8 @@ class BesideRun(RunLog):
         super().__init__(storage)
         self._step = step
         self._tries = 0
+        self.failed: tuple[int, str] | None = None
+        """The slot that was tried last, and why it could not be read."""
 
     def choose(self) -> dict[str, str]:
         """Return the ``slot`` of the checkpoint, by what the log says now. Raises `CheckpointNotFound` and
@@ -166,15 +164,23 @@ class BesideRun(RunLog):
             )
         self._tries += 1
         self.look()
+        self._judge_failed()
         while (chosen := next(self.candidates(self._step), None)) is None:
             if self.tip() is not None or not self.look_further():
                 raise self._none_whole()
         return {"slot": str(chosen.slot)}
 
-    def pass_over(self, slot: int, reason: str) -> None:
-        """Report that the checkpoint in ``slot`` is damaged, if no newer commit may have removed it meanwhile."""
-        if not self.has_grown():
-            self.report_slot(slot, reason)
+    def tip(self, view: LogView | None = None) -> Manifest | None:
+        """Return the newest checkpoint of the history: the one that the newest attempt restored, if it has committed
+        nothing since."""
+        slot = newest_slot(self.view if view is None else view)
+        return None if slot is None else self.manifest(slot)
+
+    def _judge_failed(self) -> None:
+        """Report the checkpoint that was tried last as damaged, if no commit was allowed to remove it."""
+        if self.failed is not None and self.failed[0] in self.slots():
+            slot, reason = self.failed
+            self.report(Damage(path=slot_path(slot), reason=f"this checkpoint is not whole: {reason}"))
 
     def _none_whole(self) -> CheckpointDamaged | CheckpointNotFound:
         place, kept = describe(self._storage), self.kept()
