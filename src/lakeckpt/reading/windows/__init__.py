@@ -2,7 +2,9 @@
 
 ::
 
-    positions, announced and taken → [positions] → views of decoded windows, in the order asked for
+    the rest of each lane → [lanes]: the windows of a lane, one after another
+                                         |
+    positions that are taken → [positions] → views of decoded windows, in the order asked for
                                          |  ^
                                          v  |
                                       [cache]: which windows are in memory; [room] says how many may be
