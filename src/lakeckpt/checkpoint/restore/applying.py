@@ -118,9 +118,9 @@ class Applying:
         self.is_mixed = False
 
     def _compared(self, candidate: Candidate) -> Candidate:
-        compare(candidate.held(self._objects, self._allow_missing), candidate, advice=self._advice)
+        fitting = compare(candidate.held(self._objects, self._allow_missing), candidate, advice=self._advice)
         pins = fit_readers(self._storage, self._objects, candidate.readers, look=self._exchange.rank == 0)
-        return replace(candidate, pins=pins)
+        return replace(fitting, pins=pins)
 
     def _pin(self, indexes: Mapping[str, Any]) -> None:
         self._undo.append(go_to(self._objects, indexes))

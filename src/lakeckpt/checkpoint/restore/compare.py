@@ -4,7 +4,7 @@ A `Candidate` is a checkpoint or a cut in memory, complete but for the bytes of 
 `lakeckpt.checkpoint.state.loaded.TensorSource` reads these from files or from an arena. It is compared and applied
 (`lakeckpt.checkpoint.restore.applying`) in the same way, whatever its source is.
 
-`differences` lists every missing, extra and mis-shaped entry of modules and optimizers, optimizers of another class,
+`compare` lists every missing, extra and mis-shaped entry of modules and optimizers, optimizers of another class,
 and parts of tensors that no rank saved. Of other objects, only the names are compared: such an object refuses its state
 itself. So does a part of a module that loads itself (`lakeckpt.checkpoint.state.own_loading`): `on_trial` returns the
 parts that do not fit as they are. The module reads no tensor and changes no object.
@@ -34,7 +34,7 @@ from lakeckpt.errors import CheckpointError, CheckpointMismatch
 from lakeckpt.tracking.readers import TrackedReader
 from lakeckpt.wire.envelope import TensorRef
 
-__all__ = ["Candidate", "compare", "differences", "fitted_to", "has_torchs_state", "on_trial"]
+__all__ = ["Candidate", "compare", "has_torchs_state", "on_trial"]
 
 _MOST_LINES = 40
 
@@ -69,11 +69,14 @@ class Candidate:
         return {name: one for name, one in objects.items() if name not in missing}
 
 
-def compare(objects: Mapping[str, Any], candidate: Candidate, *, advice: str) -> None:
-    """Raise `CheckpointMismatch` if the ``candidate`` does not fit ``objects``; ``advice`` says what to do."""
-    lines = differences(objects, candidate.loaded, candidate.readers)
+def compare(objects: Mapping[str, Any], candidate: Candidate, *, advice: str) -> Candidate:
+    """Return the ``candidate`` with its state as ``objects`` take it. Raise `CheckpointMismatch` if it
+    does not fit them; ``advice`` says what to do."""
+    here, misfits = _fitted_to(objects, candidate.loaded)
+    _refuse_unlike(objects, here)
+    lines = _differences(objects, here, candidate.readers, misfits)
     if not lines:
-        return
+        return replace(candidate, loaded=here)
     shown = "\n  ".join(lines[:_MOST_LINES])
     more = f"\n  … and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
     raise CheckpointMismatch(
@@ -94,13 +97,13 @@ def has_torchs_state(one: object) -> bool:
     return isinstance(state, Mapping) and "state" in state and "param_groups" in state
 
 
-def differences(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, ReaderRecord]) -> list[str]:
-    """Return one line for each thing in which the checkpoint does not fit ``objects``; none where it fits.
-
-    `CheckpointMismatch` if it is of another number of ranks, which had different parameters or optimizer states.
-    """
-    here, misfits = fitted_to(objects, loaded)
-    _refuse_unlike(objects, here)
+def _differences(
+    objects: Mapping[str, Any],
+    loaded: Loaded,
+    readers: Mapping[str, ReaderRecord],
+    misfits: Mapping[str, list[str]],
+) -> list[str]:
+    """Return one line for each thing in which the state does not fit ``objects``; none if it fits."""
     lines = []
     tracked = {name for name, one in objects.items() if isinstance(one, TrackedReader)}
     for name in sorted({*objects, *loaded.trees, *readers}):
@@ -114,14 +117,14 @@ def differences(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str
         elif saved_as_reader != (name in tracked):
             lines.append(f"{name!r} was {'' if saved_as_reader else 'not '}a tracked reader when it was saved")
         elif isinstance(objects[name], torch.nn.Module):
-            found = _of_module(name, objects[name], here)
+            found = _of_module(name, objects[name], loaded)
             lines += [line for key, line in found if key is None or part_of(objects[name], key) is None]
         elif has_torchs_state(objects[name]):
-            lines += _of_optimizer(name, objects[name], here, misfits.get(name, []))
+            lines += _of_optimizer(name, objects[name], loaded, misfits.get(name, []))
     return lines
 
 
-def fitted_to(objects: Mapping[str, Any], loaded: Loaded) -> tuple[Loaded, dict[str, list[str]]]:
+def _fitted_to(objects: Mapping[str, Any], loaded: Loaded) -> tuple[Loaded, dict[str, list[str]]]:
     """Return the state with the parameters of each optimizer numbered as they are here, and for each optimizer the
     lines that say which parameters do not fit.
 
@@ -170,7 +173,7 @@ def _refuse_unlike(objects: Mapping[str, Any], loaded: Loaded) -> None:
 
 def on_trial(objects: Mapping[str, Any], loaded: Loaded) -> dict[str, tuple[Any, Any]]:
     """Return name → (object, tree) for all that loads itself and does not fit as it is: parts of modules, and
-    optimizers. ``loaded`` is a result of `fitted_to`."""
+    optimizers. ``loaded`` was compared."""
     found: dict[str, tuple[Any, Any]] = {}
     for name, one in objects.items():
         tree = loaded.trees.get(name)

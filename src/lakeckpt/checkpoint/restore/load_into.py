@@ -9,7 +9,7 @@ states, wherever that is contiguous in host memory. Other memory (a GPU's, strid
 bounded number of bytes at a time. Then every object loads its state in the ordinary way, so that hooks run and plain
 values are set: it is given its own tensors.
 
-The caller has compared every entry (`lakeckpt.checkpoint.restore.compare.differences`). If bytes are found to be
+The caller has compared every entry (`lakeckpt.checkpoint.restore.compare.compare`). If bytes are found to be
 damaged while they are read in place, the objects hold a mixture: the caller must load another checkpoint into all of
 them, or say so. Types come from the live objects, so that nothing in a file can name code.
 """
@@ -29,7 +29,7 @@ import torch
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
-from lakeckpt.checkpoint.restore.compare import fitted_to, has_torchs_state, on_trial
+from lakeckpt.checkpoint.restore.compare import has_torchs_state, on_trial
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.checkpoint.state.optimizer_states import fits, states_in
 from lakeckpt.checkpoint.state.shards import is_sharded, local_of, offsets_of
@@ -92,7 +92,7 @@ def load_small(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str,
     `DamageWarning` names one that refuses to go back).
     """
     small = [name for name, one in objects.items() if name not in readers and not is_large(one)]
-    trial = on_trial(objects, fitted_to(objects, loaded)[0])
+    trial = on_trial(objects, loaded)
     objects = {**objects, **{name: one for name, (one, _) in trial.items()}}
     loaded = replace(loaded, trees={**loaded.trees, **{name: tree for name, (_, tree) in trial.items()}})
     small += trial
@@ -166,7 +166,6 @@ def load_in_place(objects: Mapping[str, Any], loaded: Loaded) -> None:
 
     Raises `CheckpointDamaged`, `StorageError`, and `CheckpointMismatch` naming an object that refused its state.
     """
-    loaded, _ = fitted_to(objects, loaded)
     large = {name: one for name, one in objects.items() if is_large(one)}
     targets: dict[str, torch.Tensor] = {}
     for name, one in large.items():
