@@ -125,6 +125,8 @@ def saved(
             world_size=world_size,
             settings=Settings(keep=Keep(last=3), timeout_s=TIMEOUT_S),
             waiter=SystemWaiter(),
+            refuse=lambda save: None,
+            tell=lambda save, error: None,
         )
         cut = StagedCut(step=1, staged=staged(rank, world_size, parameters, replicas, shapes=shapes))
         before = time.thread_time()
