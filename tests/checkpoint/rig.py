@@ -24,6 +24,7 @@ from lakeckpt.core.identity import Identity
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import State
+from lakeckpt.data.place.orders import Orders
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.errors import MissingRanksError, ObjectExists, ObjectMissing
 from lakeckpt.lake.storage.base import ObjectInfo, Storage
@@ -251,7 +252,7 @@ class Reader:
     ) -> None:
         spec = OrderSpec(seed=seed, shuffle=True, window=2)
         identity = Identity(table="t", selection="", rows=rows, spec=spec, tail="short", endless=False)
-        self.progress = Progress(identity, batch_size=batch_size, num_lanes=None, row_wise=False)
+        self.progress = Progress(Orders([identity]), batch_size=batch_size, num_lanes=None)
         self.progress.deliveries.saved()  # a manager saves its state, and counts nothing of it
         self.rank, self.world_size = rank, world_size
         self.lie = 0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lakeckpt import LakeDataset, LakeLoader, Ragged, Table, mix, open_table, pack
 from lakeckpt.checkpoint.ledger.audit import audit
-from lakeckpt.checkpoint.ledger.report import AuditReport
+from lakeckpt.checkpoint.ledger.audit_report import AuditReport
 from lakeckpt.errors import DataFileDamaged
 from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.reading.cases import write_file

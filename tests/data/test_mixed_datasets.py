@@ -22,6 +22,7 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.state import State
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.reading.windows.cache import parts_of
 from lakeckpt.testing import assert_exactly_once
 
 ROWS = {"web": 300, "code": 200, "rare": 30}
@@ -104,6 +105,26 @@ def test_every_row_counts_once_in_each_epoch_of_its_source_on_any_chain_of_topol
     for name, weight in WEIGHTS.items():
         part = sum(FIRST[name] <= one < FIRST[name] + 1000 for one in found)
         assert abs(part - len(found) * weight / 16) <= 15
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_do_not_depend_on_how_much_of_a_window_a_source_holds(
+    lake: Path, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made() -> LakeLoader:
+        if not packed:
+            return loader_of(lake, num_lanes=2)
+        sources = {name: pack(one, length=8) for name, one in sources_of(lake, columns=["tokens"]).items()}
+        return LakeLoader(mixed(sources, num_lanes=2))
+
+    whole = [rows_of(batch) for batch in take(made(), 60)]
+    monkeypatch.setattr("lakeckpt.reading.windows.cache._WINDOWS", 0.5)
+    assert [parts_of(weight / 16) for weight in WEIGHTS.values()] == [3, 5, 32]
+    loader = made()
+    found = [rows_of(batch) for batch in take(loader, 25)]
+    resumed = made()
+    resumed.load_state_dict(loader.state_dict())
+    assert found + [rows_of(batch) for batch in take(resumed, 35)] == whole
 
 
 def rows_of(batch: Any) -> dict[str, Any]:

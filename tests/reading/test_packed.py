@@ -182,6 +182,36 @@ def test_a_cut_of_sequences_is_what_they_are_one_by_one(
         assert found.tolist() == [columns[name][row].tolist() for row in range(start, stop)]
 
 
+@given(documents, st.integers(1, 12), st.booleans(), st.integers(1, 5))
+def test_parts_of_a_window_are_its_sequences(
+    lengths: list[list[int | None]], length: int, shuffle: bool, parts: int
+) -> None:
+    packing = Packing(column="tokens", length=length, columns=COLUMNS[:5])
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), lengths, pa.list_(pa.int32()), 4)
+        table = open_table(folder)
+        counted = count_tokens(table, packing)
+        layout = EpochLayout.build(
+            counted.group_rows, OrderSpec(seed=1, shuffle=shuffle, window=2 if shuffle else 1), 0, 1, unit=length
+        )
+        rows = RowGroupDecoder(table, ["tokens"])
+        decoder = SequenceDecoder(rows, packing, counted, table.index.group_rows, 1, Threads(1))
+        for window in layout.windows(0, layout.rows):
+            whole, at = as_lists(decoder.decode(window), window.rows), window.start
+            while at < window.stop:
+                part = window.part(at, parts)
+                assert part.start == at and part.rows <= -(-window.rows // parts)
+                found = as_lists(decoder.decode(part), part.rows)
+                at = part.stop
+                expected = {name: one[part.start - window.start : at - window.start] for name, one in whole.items()}
+                assert found == expected
+
+
+def as_lists(found: DecodedWindow, rows: int) -> dict[str, list[Any]]:
+    assert found.columns is not None
+    return {name: one.tolist() for name, one in cut(found.columns, 0, rows, lambda array: array).items()}
+
+
 @given(documents, st.integers(1, 9), added, st.booleans(), st.integers(1, 3))
 def test_the_documents_that_are_named_hold_the_tokens_of_the_sequences(
     lengths: list[list[int | None]],

@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import EpochDeal, Left
 from lakeckpt.core.order import EpochLayout, OrderSpec
+from lakeckpt.core.receipts import Span
 from lakeckpt.errors import ConfigError, DataFileDamaged
 from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns import forms as arrays
 from lakeckpt.reading.columns.convert import convert
 from lakeckpt.reading.columns.ragged import to_pylist
-from lakeckpt.reading.windows.cache import WindowCache, windows_held_of
+from lakeckpt.reading.windows.cache import WindowCache, parts_of, windows_held_of
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.lanes import Served, windows_of
 from lakeckpt.reading.windows.positions import PositionReader
@@ -199,6 +200,23 @@ def test_a_source_of_a_mixture_begins_a_window_when_the_mixture_comes_to_it_with
     reader.read([(layout, 1, 4)])
     reader.windows.fill()
     assert reader.windows.held == max(2, len(begun)), "half of a window is left, two windows of a mixture of four"
+
+
+@pytest.mark.parametrize("spec", [ORDERED, OrderSpec(seed=7, shuffle=True, window=2)])
+def test_a_source_that_gives_few_rows_of_a_mixture_holds_a_part_of_its_window(tmp_path: Path, spec: OrderSpec) -> None:
+    table = write_ids(tmp_path, [[61] * 4])
+    layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
+    reader, decoded = spied(table, spec, 1, threads=1)
+    share, parts, rows = 1 / 512, parts_of(1 / 512), 61 * spec.window
+    assert parts == 4
+    rest = (lambda start, stop: [Span(epoch=0, start=start, stop=stop)]), 3, 244
+    reader.windows.follow([windows_of(rest, lambda epoch: layout, parts)], share)
+    found, starts = [], [3, *range(4, 244, 4)]
+    for start, stop in itertools.pairwise([*starts, 244]):
+        found += reader.read([(layout, start, stop)])["id"].tolist()
+        assert reader.windows.taken_bytes() <= 2 * 8 * -(-rows // parts), "the part that is open, and the next one"
+    assert found == ids_at(table, layout, 3, 244)
+    assert len(decoded) == 4 * parts
 
 
 def test_what_was_read_ahead_for_lanes_that_are_no_longer_followed_is_dropped(tmp_path: Path) -> None:

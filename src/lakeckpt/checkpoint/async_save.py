@@ -54,8 +54,6 @@ _LOOK_S = 0.5
 """How often a trainer looks for obstacles of the saves that are under way."""
 _LOOKS = 8
 """How often the others can look before rank 0 ends whose last save failed: they may be a step and a save behind."""
-_PATIENCE = 3
-"""How many saves in a row may be skipped, with nothing under way, before that is a failure."""
 
 
 @dataclass(slots=True)
@@ -105,7 +103,6 @@ class Background:
         self._has_reported = False  # that there is no arena any more
         self._passed_on: set[Obstacle] = set()  # to the agent
         self._next_look_s = float("-inf")
-        self._missed = 0  # saves in a row without a capture, with nothing under way that would explain it
 
     # --- cuts
 
@@ -149,7 +146,11 @@ class Background:
             self._send_documents(documents)
             good = checked_metric(metric)
             captured = self._has_captured(step) or self._capture(step, pending, must=True, patient=patient)
-            self._count_missed(step, captured)
+            if not captured and not self._pending:
+                raise SaveFailed(
+                    f"step {step} was not captured: no memory of the arena was to spare, though nothing is being "
+                    "persisted. `lakeckpt doctor` lists what lies in memory"
+                )
         except ArenaError as error:
             failure = self._without_arena(step, error)
         except Exception as error:
@@ -189,15 +190,6 @@ class Background:
         failure = SaveFailed(f"step {step} was not captured: {error}")
         failure.__cause__ = error
         return failure
-
-    def _count_missed(self, step: int, captured: bool) -> None:
-        """Raise `SaveFailed` if no save was captured for a while, though nothing is being persisted."""
-        self._missed = 0 if captured or self._pending else self._missed + 1
-        if self._missed and not self._missed % _PATIENCE:
-            raise SaveFailed(
-                f"step {step} was not captured, nor were the {self._missed - 1} saves before it: no memory of the "
-                "arena was to spare, though nothing is being persisted. `lakeckpt doctor` lists what lies in memory"
-            )
 
     def fence(self) -> None:
         """Return when the state may change. See `CaptureEngine.fence`."""

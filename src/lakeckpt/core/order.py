@@ -23,7 +23,7 @@ It never reads a row, and never depends on ranks, loader workers or time.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -79,11 +79,24 @@ class Window:
     fragments: tuple[Fragment, ...]
     key: tuple[int, int] | None
     """The key of the permutation; None: rows stand in the fragments' order."""
+    outer: Window | None = None
+    """The whole window, if this is a part of one: fragments and key are those of the whole."""
 
     @property
     def rows(self) -> int:
         """The number of rows."""
         return self.stop - self.start
+
+    @property
+    def whole(self) -> Window:
+        """The window that this is a part of, or the window itself."""
+        return self.outer or self
+
+    def part(self, position: int, parts: int) -> Window:
+        """Return the one of ``parts`` equal parts that holds ``position``; the window itself if it is the only one."""
+        size = -(-self.rows // parts)
+        start = position - (position - self.start) % size
+        return self if parts == 1 else replace(self, start=start, stop=min(start + size, self.stop), outer=self)
 
     def permutation(self) -> Int64Array | None:
         """Return, for each position less ``start``, the row of the concatenated fragments (int64, shape (rows,)).

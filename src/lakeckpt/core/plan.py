@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
+import numpy.typing as npt
 
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import EpochDeal, Left, Rest
+from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt, Span
 from lakeckpt.core.state import Begun, Frontier, Segment, State, inside, lanes_of
 from lakeckpt.core.streams.mixing import Share
@@ -40,6 +42,12 @@ class LayoutKey:
     table: str = ""
     """The index of the table by which it is laid out, if epochs that begin later have another one; empty: that of the
     state."""
+
+    def layout(self, spec: OrderSpec, rows: npt.NDArray[np.int64], unit: int, *, endless: bool) -> EpochLayout:
+        """Return the layout over row groups of ``rows`` rows each: see `lakeckpt.core.order.EpochLayout.build`."""
+        return EpochLayout.build(
+            rows, spec, self.epoch, self.num_lanes, self.rotation, unit=unit, endless=endless, phase=self.phase
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

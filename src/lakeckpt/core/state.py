@@ -263,12 +263,6 @@ class State:
         return tuple(dict.fromkeys([*(self.order_of(left.epoch) for left in begun), self.identity]))
 
     @property
-    def every_order(self) -> tuple[Identity, ...]:
-        """The orders of all sources, and those that epochs began with before."""
-        before = [left.order for base in self.bases for left in base.begun if left.order is not None]
-        return (*self.orders, *dict.fromkeys(before))
-
-    @property
     def is_endless(self) -> bool:
         """Whether the stream is endless, as those of all sources of a mixture are."""
         return self.orders[0].endless

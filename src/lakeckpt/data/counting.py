@@ -14,7 +14,6 @@ from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
 from lakeckpt.counters import READERS, Facts, ReaderCounters
 from lakeckpt.data.base_dataset import BaseDataset
-from lakeckpt.data.place.versions import Versions
 from lakeckpt.lake.table.index import TableIndex
 
 __all__ = ["Counting", "look"]
@@ -59,9 +58,9 @@ def look(counting: Counting) -> Facts:
     state = progress.runs.glance()
     epochs: dict[str, float] = {}
     skipped: dict[tuple[str, str], int] = {}
-    for reader, seen, versions in _tables(dataset, name, state):
+    for reader, seen, index in _tables(dataset, name, state):
         epochs[reader] = float(progress.epoch) if seen is None or progress.over else _epochs(seen)
-        skipped |= {(reader, reason): rows for reason, rows in _skipped(seen, versions.at_hand.table.index)}
+        skipped |= {(reader, reason): rows for reason, rows in _skipped(seen, index)}
     return Facts(name=name, ready=counting.ready, epochs=epochs, skipped=skipped)
 
 
@@ -69,14 +68,14 @@ def _name_of(dataset: BaseDataset) -> str:
     return dataset._progress.deliveries.name or _UNNAMED
 
 
-def _tables(dataset: Any, name: str, state: State | None) -> Iterator[tuple[str, State | None, Versions]]:
-    """Yield (name, state as it is seen there, versions) of each table that ``dataset``, called ``name``, reads."""
+def _tables(dataset: Any, name: str, state: State | None) -> Iterator[tuple[str, State | None, TableIndex]]:
+    """Yield (name, state as it is seen there, index) of each table that ``dataset``, called ``name``, reads."""
     sources = getattr(dataset, "sources", None)
     if sources is None:
-        yield name, state, dataset._versions
+        yield name, state, dataset.table.index
         return
     for number, (source, one) in enumerate(sources.items()):
-        yield f"{name}.{source}", None if state is None else state.of(number), one.versions
+        yield f"{name}.{source}", None if state is None else state.of(number), one.table.index
 
 
 def _epochs(state: State) -> float:

@@ -18,14 +18,16 @@ from lakeckpt.core.identity import Identity
 from lakeckpt.core.order import OrderSpec, Tail
 from lakeckpt.core.plan import Plan
 from lakeckpt.data.base_dataset import BaseDataset
-from lakeckpt.data.flows.arguments import check_flow, check_no_workers, feed_of, parts_of
+from lakeckpt.data.flows.arguments import check_flow, check_no_workers, feed_of, source_of
 from lakeckpt.data.foreign.frameworks import check_dealers, check_not_sampled
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
 from lakeckpt.data.options import Follow, ReadOptions, flag, following, one_of, optional, positive, whole
 from lakeckpt.data.place.begun import Consumed, rest_of_first_epoch
 from lakeckpt.data.place.identity import Pinned
+from lakeckpt.data.place.orders import Orders
+from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Versions, check_moves
-from lakeckpt.data.source import Items, Output
+from lakeckpt.data.source import BatchSource, Items, Output
 from lakeckpt.data.topology import check_topology
 from lakeckpt.data.transform import CarriedRows, Transform, bind_transform
 from lakeckpt.errors import ConfigError, StateUnavailable
@@ -153,7 +155,22 @@ class LakeDataset(BaseDataset):
 
     def _read(self, pinned: Pinned, transform: Any) -> None:
         """Begin to read ``pinned`` from its start."""
-        self._source, self._progress = parts_of(self, self.options, pinned, transform)
+        options, size, describes = self.options, self.batch_size or 1, None
+        if self.yields_many:
+            self._source, size = source_of(self, options, pinned, transform)
+            describes = self._source.describe
+        else:
+            self._source = BatchSource(
+                pinned, output=self.output, options=options, transform=transform, row_wise=self.row_wise
+            )
+        self._progress = Progress(
+            Orders([pinned], accepted=[options.accept_changes], describes=describes),
+            batch_size=size,
+            num_lanes=options.num_lanes,
+            row_wise=self.row_wise,
+            moves=options.on_new_version == "next_epoch",
+            follows=self.follow is not None,
+        )
         self._versions = Versions(pinned, self._source, self._progress, self.options, follow=self.follow)
         if pinned.table.index.rest is not None:
             self._versions.read_rest()

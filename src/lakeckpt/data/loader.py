@@ -36,8 +36,7 @@ from lakeckpt.data.foreign.frameworks import (
     without_others,
 )
 from lakeckpt.data.options import check_only_reader, flag, optional, refuse, whole
-from lakeckpt.data.place.mixed import MixedProgress
-from lakeckpt.data.place.reader import LoaderReader, MixtureReader
+from lakeckpt.data.place.reader import LoaderReader
 from lakeckpt.data.source import Items, gives
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.data.workers.pool import Workers
@@ -350,8 +349,6 @@ class LakeLoader(Prepared, DataLoader[Any]):
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Give the sources of a `lakeckpt.mix`, each of which ``weights`` names, other weights from the next step on.
         Every rank must do so at the same step. Rows that were read ahead are read anew. Raises ConfigError."""
-        if not isinstance(self._progress, MixedProgress):
-            raise ConfigError("set_weights changes the weights of a lakeckpt.mix, and this loader reads one dataset")
         self._settle()
         self._progress.set_weights(weights)
         self._early = None
@@ -385,11 +382,11 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._progress.turn(self.topology[0], loaded=True)
 
     @property
-    def _reader(self) -> LoaderReader | MixtureReader:
+    def _reader(self) -> LoaderReader:
         """The side that checkpoint managers see (`lakeckpt.tracking.readers`); ConfigError if nothing is to save."""
         if self._restarts is not None:
             raise ConfigError(f"{_RESTARTS}, so leave it out of the manager's state")
-        return MixtureReader(self, self.dataset) if isinstance(self.dataset, MixedDataset) else LoaderReader(self)
+        return LoaderReader(self)
 
     def _check_goes_on(self) -> None:
         if self._restarts is not None:

@@ -34,7 +34,7 @@ from lakeckpt.reading.packed.packing import Packing
 from lakeckpt.reading.packed.sequences import with_ends
 from lakeckpt.reading.packed.whole import WholeDecoder
 from lakeckpt.reading.packed.window import SequenceDecoder
-from lakeckpt.reading.windows.cache import Decoding, windows_held_of
+from lakeckpt.reading.windows.cache import Decoding, parts_of, windows_held_of
 from lakeckpt.reading.windows.decode import RowGroupDecoder, select_columns
 from lakeckpt.reading.windows.lanes import windows_of
 from lakeckpt.reading.windows.positions import Opened, PositionReader
@@ -148,8 +148,9 @@ class BatchSource(Iterations):
     def follow(self, reader: PositionReader, plan: Plan, turns: Iterable[tuple[int, int]], share: float = 1.0) -> None:
         """Have ``reader``, one of `new_reader`, read ahead lanes of ``plan``, given as (turn, lane). ``share``: see
         `lakeckpt.reading.windows.cache.WindowCache.follow`."""
-        rests = [plan.lane_rest(lane, turn) for turn, lane in turns]
-        reader.windows.follow([windows_of(one, lambda epoch: self._layout(plan.layout(epoch))) for one in rests], share)
+        rests, parts = [plan.lane_rest(lane, turn) for turn, lane in turns], parts_of(share)
+        found = (windows_of(one, lambda epoch: self._layout(plan.layout(epoch)), parts) for one in rests)
+        reader.windows.follow(found, share)
 
     def open(self, reader: PositionReader, assignment: Assignment) -> Opened:
         """Begin to decode the rows of ``assignment`` by ``reader``, which is one of `new_reader`. Raises
@@ -260,17 +261,7 @@ class BatchSource(Iterations):
     def _layout(self, key: LayoutKey) -> EpochLayout:
         layout = self._layouts.get(key)
         if layout is None:
-            rows, unit = self._counted(key)
-            layout = EpochLayout.build(
-                rows,
-                self._spec,
-                key.epoch,
-                key.num_lanes,
-                key.rotation,
-                unit=unit,
-                endless=self._endless,
-                phase=key.phase,
-            )
+            layout = key.layout(self._spec, *self._counted(key), endless=self._endless)
             while len(self._layouts) >= _LAYOUTS_KEPT:
                 self._layouts.pop(next(iter(self._layouts)))
             self._layouts[key] = layout

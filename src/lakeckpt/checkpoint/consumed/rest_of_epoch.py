@@ -9,9 +9,7 @@ The module imports no torch, and starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -22,25 +20,11 @@ from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Left, Rest
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.state import State, depends_on_data
-from lakeckpt.errors import ConfigError
+from lakeckpt.core.state import State
 from lakeckpt.lake.table.deletes import Deletes
 from lakeckpt.lake.table.index import RestOfEpoch, TableIndex
 
-__all__ = ["excluding", "in_lockstep", "rest_of_epoch", "rows_consumed"]
-
-
-def in_lockstep(plain: Mapping[str, Any], what: str) -> State:
-    """Return the state that ``plain`` was made of. Raises `ConfigError`, which says that ``what`` cannot be done in
-    mid-epoch, if its consumption depends on the data, and `StateError` if it is no state."""
-    if plain.get("mixing") is not None:
-        raise ConfigError(f"{what} cannot go on in the middle of an epoch: it is a mixture of endless streams")
-    if depends_on_data(plain):
-        raise ConfigError(
-            f"{what} cannot go on in the middle of an epoch: what it consumes depends on the data, and a row may be "
-            "consumed in part. Let the epoch end first"
-        )
-    return State.from_plain(plain)
+__all__ = ["excluding", "rest_of_epoch", "rows_consumed"]
 
 
 def excluding(state: State, index: TableIndex, there: TableIndex) -> tuple[TableIndex, State]:

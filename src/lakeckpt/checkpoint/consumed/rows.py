@@ -102,16 +102,7 @@ class RowOrder:
         return self._layout(spec, key, endless)
 
     def _built(self, spec: OrderSpec, key: LayoutKey, endless: bool) -> EpochLayout:
-        return EpochLayout.build(
-            self.group_rows,
-            spec,
-            key.epoch,
-            key.num_lanes,
-            key.rotation,
-            unit=self.unit,
-            endless=endless,
-            phase=key.phase,
-        )
+        return key.layout(spec, self.group_rows, self.unit, endless=endless)
 
     def tokens_of(self, layout: EpochLayout, positions: Intervals) -> list[GroupRows]:
         """Return the tokens of all windows that hold the packed sequences at ``positions``, row group by row group."""

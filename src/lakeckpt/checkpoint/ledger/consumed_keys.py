@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from lakeckpt.checkpoint.consumed.rest_of_epoch import in_lockstep, rows_consumed
+from lakeckpt.checkpoint.consumed.rest_of_epoch import rows_consumed
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import index_path, read_history
@@ -59,7 +59,13 @@ def consumed_keys(
     files of the run's version cannot be read any more, `CheckpointNotFound` and `CheckpointDamaged`.
     """
     manifest, name, record = _newest(storage, reader)
-    state = in_lockstep(record.state, f"reader {name!r} with another version of its table")
+    state = State.from_plain(record.state)
+    if state.mixing is not None or state.held is not None:
+        why = "it is a mixture" if state.held is None else "what it consumes depends on the data"
+        raise ConfigError(
+            f"reader {name!r} with another version of its table cannot go on in the middle of an epoch: {why}. Let the "
+            "epoch end first"
+        )
     old = table.at(_saved_index(storage, state.identity.table))
     _check(state, name, key, old)
     was = rows_consumed(state, old.index)

@@ -14,6 +14,7 @@ from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import INDEX, History, index_path, selection_path
 from lakeckpt.checkpoint.persist.log import Damage
+from lakeckpt.core.changes import of_each
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.state import State
 from lakeckpt.errors import CheckpointDamaged, NewerFormat, StateError, WireError
@@ -90,5 +91,5 @@ def _identities_of(records: Iterable[ReaderRecord]) -> set[Identity]:
     found: set[Identity] = set()
     for plain in plains:
         with contextlib.suppress(StateError):
-            found.update(State.from_plain(plain).every_order)
+            found.update(order for one in of_each(State.from_plain(plain)) for order in one.epoch_orders)
     return found

@@ -156,17 +156,12 @@ class ReaderWalk:
         if earlier is None:  # `_check_rows` doubts it already
             return
         read = rows_consumed(before, earlier)
-        is_same_version = index.version_digest == earlier.version_digest
-        if read.total != rest.taken.total or (is_same_version and read != rest.taken):
+        if read != rest.taken:
             self.doubt(
                 f"{read.total:,} rows of epoch {state.epoch} had been consumed when the rest of it became another "
                 f"selection, and {rest.taken.total:,} rows, or others, were taken out there"
             )
-        self.notes[
-            f"the rest of epoch {state.epoch} went on with other excluded row groups"
-            if is_same_version
-            else f"what was left of epoch {state.epoch} went on with another version of the table"
-        ] = None
+        self.notes[f"the rest of epoch {state.epoch} went on with other excluded row groups"] = None
 
     def _index_of(self, identity: Identity) -> TableIndex | None:
         order = self.orders.get(order_name(identity))

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, cast
 
 from lakeckpt.checkpoint.consumed.excluded import Change, Opening, opening_of
-from lakeckpt.checkpoint.consumed.rest_of_epoch import excluding, in_lockstep
+from lakeckpt.checkpoint.consumed.rest_of_epoch import excluding
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import index_path, selection_path
@@ -67,14 +67,11 @@ def fit_readers(
             saved = partial(_saved, storage, "" if live is None else live.digest)
             fit = reader.fit(record.state, saved, look=look)
             if fit.excluding is not None:
-                state = in_lockstep(record.state, f"reader {name!r} with other row groups excluded (exclude=)")
-                indexes[name], states[name] = excluding(state, fit.index, fit.excluding)
+                indexes[name], states[name] = excluding(State.from_plain(record.state), fit.index, fit.excluding)
             elif fit.index is not None:
                 indexes[name] = fit.index
             if fit.order is not None:
                 changes.setdefault(at, {})[name[len(at) + 1 :]] = fit.order, fit.excluded
-            if fit.begins is not None:
-                states[name] = fit.begins
             if fit.grown:
                 grown[name] = fit.grown
             if fit.skipped:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lakeckpt.core.changes import opening, without
+from lakeckpt.core.changes import opening, replan, without
 from lakeckpt.core.identity import Identity, Mixing
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Rest, turns
@@ -29,7 +29,18 @@ from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, Par
 from lakeckpt.core.streams.mixing import Share, fractions
 from lakeckpt.core.streams.stream import StreamDeal
 
-__all__ = ["MixedPlan", "advanced", "excluding", "joined", "plan_of", "replanned", "reweighed", "started", "stretches"]
+__all__ = [
+    "MixedPlan",
+    "advanced",
+    "excluding",
+    "going_on",
+    "joined",
+    "plan_of",
+    "replanned",
+    "reweighed",
+    "started",
+    "stretches",
+]
 
 _BLOCK = 16
 """Micro-batches that are planned together."""
@@ -220,6 +231,14 @@ def replanned(state: State, topology: Mapping[str, Any]) -> State:
     return _opened(state, topology, segment.weights, _carried(state, topology["num_lanes"]))
 
 
+def going_on(state: State, topology: Mapping[str, int]) -> State:
+    """Return ``state``, of one order or of a mixture, going on with another topology, in the segment that begins where
+    it is."""
+    if state.mixing is None:
+        return replan(state, **topology)
+    return advanced(replanned(advanced(state), topology))
+
+
 def reweighed(state: State, weights: tuple[int, ...]) -> State:
     """Return ``state`` going on with other weights; the same if it has them already."""
     if state.segment.weights == weights:
@@ -239,7 +258,12 @@ def _opened(
 
 
 def excluding(state: State, excluded: Sequence[Mapping[int, Intervals]], orders: Sequence[Identity]) -> State:
-    """Return ``state``, of one order or of a mixture, without ``excluded``: see `lakeckpt.core.changes.without`."""
+    """Return ``state``, of one order or of a mixture, without ``excluded``: see `lakeckpt.core.changes.without`.
+
+    Of a state of which nothing was read, nothing is excluded: it goes on in ``orders``.
+    """
+    if state.is_start:
+        return replace(state, orders=tuple(orders))
     opened = replace(state.segment, micro_batch=plan_of(state).micro_batch(state.step), step=state.step)
     if state.mixing is not None:
         opened = replace(opened, carried=_carried(state, opened.num_lanes))

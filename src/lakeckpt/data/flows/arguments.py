@@ -1,4 +1,4 @@
-"""This module makes what reads a dataset, and the place in it, also where a transform yields any number of rows.
+"""This module makes what reads a dataset whose transform yields any number of rows of each row.
 
 It refuses arguments that do not go with such a transform. It reads nothing and starts no threads.
 """
@@ -16,10 +16,9 @@ from lakeckpt.data.flows.whole import WholeSource
 from lakeckpt.data.options import ReadOptions, one_of
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.source import BatchSource
 from lakeckpt.errors import ConfigError
 
-__all__ = ["check_flow", "check_no_workers", "feed_of", "parts_of"]
+__all__ = ["check_flow", "check_no_workers", "feed_of", "source_of"]
 
 
 def check_flow(
@@ -59,52 +58,16 @@ def check_no_workers(yields_many: bool) -> None:
         )
 
 
-def parts_of(
-    dataset: BaseDataset, options: ReadOptions, pinned: Pinned, transform: Any
-) -> tuple[BatchSource, Progress]:
-    """Return what reads ``pinned`` for ``dataset``, and the place in it."""
-    return (_flow_parts if dataset.yields_many else _row_parts)(dataset, options, pinned, transform)
-
-
-def _row_parts(
-    dataset: BaseDataset, options: ReadOptions, pinned: Pinned, transform: Any
-) -> tuple[BatchSource, Progress]:
-    row_wise = dataset.row_wise
-    source = BatchSource(pinned, output=dataset.output, options=options, transform=transform, row_wise=row_wise)
-    progress = Progress(
-        pinned,
-        batch_size=dataset.batch_size or 1,
-        num_lanes=options.num_lanes,
-        row_wise=row_wise,
-        accept_changes=options.accept_changes,
-        moves=options.on_new_version == "next_epoch",
-        follows=dataset.follow is not None,
-    )
-    return source, progress
-
-
-def _flow_parts(
-    dataset: BaseDataset, options: ReadOptions, pinned: Pinned, transform: Any
-) -> tuple[BatchSource, Progress]:
+def source_of(dataset: BaseDataset, options: ReadOptions, pinned: Pinned, transform: Any) -> tuple[FlowSource, int]:
+    """Return what reads ``pinned`` for ``dataset``, which yields any number of rows, and the items of a micro-batch."""
     size = dataset.batch_size
     assert size is not None
-    kind = _kind(pinned, transform)
-    source = kind(pinned, output=dataset.output, options=options, transform=transform, row_wise=False)
-    progress = Progress(
-        pinned,
-        batch_size=size * transform.length if isinstance(transform, Tokenizing) else size,
-        num_lanes=options.num_lanes,
-        row_wise=False,
-        accept_changes=options.accept_changes,
-        describes=source.describe,
-    )
-    return source, progress
-
-
-def _kind(pinned: Pinned, transform: Any) -> type[FlowSource]:
+    kind: type[FlowSource] = FlowSource
     if pinned.packing is not None:
-        return WholeSource
-    return TokenSource if isinstance(transform, Tokenizing) else FlowSource
+        kind = WholeSource
+    elif isinstance(transform, Tokenizing):
+        kind, size = TokenSource, size * transform.length
+    return kind(pinned, output=dataset.output, options=options, transform=transform, row_wise=False), size
 
 
 def feed_of(source: Any, progress: Progress, rank: int) -> Feed | None:

@@ -26,11 +26,12 @@ from lakeckpt.data.flows.fingerprints import encoder_of, form_of
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.errors import ConfigError, SchemaError, shown
 from lakeckpt.lake.table.schema import check_agreed
+from lakeckpt.reading.columns.gather import cut
 from lakeckpt.reading.packed.packing import COLUMNS
+from lakeckpt.reading.packed.sequences import NO_LABEL, Sequences, with_ends
 
 __all__ = ["TokenSource", "Tokenizing", "check_text", "given", "no_sequences"]
 
-_NO_LABEL = -100
 _MOST_TOKEN = 2**31
 
 Int32Array = npt.NDArray[np.int32]
@@ -133,42 +134,29 @@ def given(columns: Mapping[str, Any], output: str) -> dict[str, Any]:
 
 def no_sequences(length: int, columns: Sequence[str], *, dtype: Any = np.int32) -> dict[str, npt.NDArray[Any]]:
     """Return the ``columns`` of a batch without sequences, whose tokens are of ``dtype``."""
-    kinds = {"tokens": dtype, "loss_mask": np.bool_, "labels": np.int64}
-    return {
-        name: np.zeros(1, np.int32) if name == "cu_seqlens" else np.zeros((0, length), kinds.get(name, np.int32))
-        for name in columns
-    }
+    nothing = np.arange(0)
+    found = Sequences(np.zeros((0, length), dtype), np.zeros(1, np.int64), paddings=nothing, follows=nothing)
+    return with_ends(cut(found.columns(columns), 0, 0, lambda array: array))
 
 
 def _sequences(made: LaneBatch, tokenizing: Tokenizing) -> dict[str, npt.NDArray[Any]]:
     """Return the pieces of documents in ``made``, one after another, cut into sequences; padding is one more piece."""
     length, count = tokenizing.length, made.count
     rows = -(-count // length)
-    padded = rows * length - count
-    sizes = [stop - start for _, start, stop in made.pieces] + [padded] * (padded > 0)
-    begins = np.repeat(np.cumsum([0, *sizes[:-1]]), sizes)
-    documents = np.repeat(np.arange(len(sizes)), sizes)
-    tokens = np.full(rows * length, tokenizing.padding, np.int32)
-    tokens[:count] = np.concatenate([ids[start:stop] for ids, start, stop in made.pieces])
-    places = np.arange(rows * length)
-    sequence = places // length * length
-    found: dict[str, npt.NDArray[Any]] = {
-        "tokens": tokens,
-        "position_ids": (places - np.maximum(begins, sequence)).astype(np.int32),
-        "document_ids": (documents - documents[sequence]).astype(np.int32),
-        "loss_mask": places < count,
-    }
+    padding = np.full(rows * length - count, tokenizing.padding)
+    tokens = np.concatenate([*(ids[start:stop] for ids, start, stop in made.pieces), padding]).astype(np.int32)
+    ends = np.cumsum([stop - start for _, start, stop in made.pieces])
+    bounds = np.union1d(np.append(ends, 0), np.arange(rows + 1) * length)
+    follows = None
     if "labels" in tokenizing.columns:
-        labels = np.full(rows * length, _NO_LABEL, np.int64)
-        labels[:count] = np.concatenate([_labels(*piece) for piece in made.pieces])
-        found["labels"] = labels
-    found = {name: one.reshape(rows, length) for name, one in found.items()}
-    begins = np.flatnonzero(found["position_ids"] == 0)
-    found["cu_seqlens"] = np.append(begins, rows * length).astype(np.int32)
-    return {name: found[name] for name in tokenizing.columns}
+        labels = np.concatenate([*(_labels(*piece) for piece in made.pieces), np.full(len(padding), NO_LABEL)])
+        follows = labels[bounds[1:] - 1]
+    paddings = np.searchsorted(bounds, [count] * (len(padding) > 0))
+    found = Sequences(tokens.reshape(rows, length), bounds, paddings=paddings, follows=follows)
+    return with_ends(cut(found.columns(tokenizing.columns), 0, rows, lambda array: array))
 
 
 def _labels(ids: Any, start: int, stop: int) -> npt.NDArray[np.int64]:
     """Return the next token of the document for each of its tokens [start, stop); none for its last one."""
-    following = np.append(ids[start + 1 : stop + 1], [] if stop < len(ids) else [_NO_LABEL])
+    following = np.append(ids[start + 1 : stop + 1], [] if stop < len(ids) else [NO_LABEL])
     return following.astype(np.int64)

@@ -5,7 +5,7 @@
     table, columns, filter, seed → [identity] <--- [selecting]: rows of a filter, or tokens, are counted by one rank
             |                          |
        [begun]: rows that another      v
-       system has read            [progress], of a mixture [mixed] → assignments → (reading) → the loop received
+       system has read            [orders] → [progress] → assignments → (reading) → the loop received
                                        |  ^                                                        |
                                        |  +---- [runs]: what was delivered between two states <----+
                                        v                                                           |

@@ -14,11 +14,11 @@ from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Left
 from lakeckpt.core.order import EpochLayout
-from lakeckpt.core.plan import Plan
+from lakeckpt.core.plan import LayoutKey, Plan
 from lakeckpt.core.state import State
 from lakeckpt.data.place.identity import Pinned
 
-__all__ = ["going_on_without", "order_without"]
+__all__ = ["going_on_without"]
 
 
 def going_on_without(
@@ -29,18 +29,20 @@ def going_on_without(
     ``pinned`` is the version of the state without the row groups that are excluded now. ``at`` returns the version that
     an order of the state is of.
     """
-    rest, its = Plan(state).left, state.identity
+    its = state.identity
+    order = _order_without(its, at(its), pinned)
+    if state.is_start:
+        return order, {}
+    rest = Plan(state).left
     excluded = {left.epoch: _in_windows(left, state.order_of(left.epoch), pinned, at) for left in rest.begun}
-    order = order_without(its, at(its), pinned)
     if its.endless and its.unit > 1:
         # The last sequence of an epoch has the first tokens of the next epoch.
-        unread = Left(epoch=rest.next_epoch, positions=Intervals.empty(), num_lanes=1, rotation=0)
-        taken = _layout(at(its), its, unread).taken_before(_others(pinned, at(its)))
+        taken = _layout(at(its), its, rest.next_epoch).taken_before(_others(pinned, at(its)))
         order = replace(order, phase=(taken + rest.next_epoch * order.tokens) % order.unit)
     return order, {epoch: positions for epoch, positions in excluded.items() if positions}
 
 
-def order_without(its: Identity, before: Pinned, pinned: Pinned) -> Identity:
+def _order_without(its: Identity, before: Pinned, pinned: Pinned) -> Identity:
     """Return the order ``its``, which is of the version ``before``, in ``pinned``, the same with other row groups."""
     index, counted = pinned.table.index, before.selection
     if counted is not None and set(before.table.index.excluded) <= set(index.excluded):
@@ -54,7 +56,8 @@ def order_without(its: Identity, before: Pinned, pinned: Pinned) -> Identity:
 def _in_windows(left: Left, order: Identity, pinned: Pinned, at: Callable[[Identity], Pinned]) -> Intervals:
     """Return the positions that are ``left``, in ``order``, in windows with rows that ``pinned`` excludes."""
     before = at(order)
-    holding = _layout(before, order, left).holding(_others(pinned, before))
+    layout = _layout(before, order, left.epoch, left.num_lanes, left.rotation)
+    holding = layout.holding(_others(pinned, before))
     return left.positions.intersection(Intervals.of(holding))
 
 
@@ -63,16 +66,7 @@ def _others(pinned: Pinned, before: Pinned) -> set[int]:
     return set(pinned.table.index.excluded).difference(before.table.index.excluded)
 
 
-def _layout(pinned: Pinned, order: Identity, left: Left) -> EpochLayout:
-    """Return the layout of the epoch of ``left`` in ``order``, which is of the version ``pinned``."""
-    rows, unit = pinned.counted
-    return EpochLayout.build(
-        rows,
-        order.spec,
-        left.epoch,
-        left.num_lanes,
-        left.rotation,
-        unit=unit,
-        endless=order.endless,
-        phase=order.phase,
-    )
+def _layout(pinned: Pinned, order: Identity, epoch: int, num_lanes: int = 1, rotation: int = 0) -> EpochLayout:
+    """Return the layout of ``epoch`` in ``order``, which is of the version ``pinned``."""
+    key = LayoutKey(epoch=epoch, num_lanes=num_lanes, rotation=rotation, phase=order.phase)
+    return key.layout(order.spec, *pinned.counted, endless=order.endless)

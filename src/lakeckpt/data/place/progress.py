@@ -1,91 +1,95 @@
-"""This module keeps the place of one process in the data, behind a dataset or a loader.
+"""This module keeps the place of one process in the data, behind a dataset, a mixture of datasets, or a loader.
 
 `Progress` plans an epoch for a topology, hands out assignments, and moves on as the training loop receives them. It
 keeps the *runs* since the last checkpoint (`lakeckpt.data.place.runs`), so the ledger records what the loop really got,
-also if a state was loaded or an epoch was begun again.
+also if a state was loaded or an epoch was begun again. The segments of a mixture end at the steps of a schedule, where
+a source is used up, and where the user changes the weights.
 It reads no rows, asks no other process, and starts no threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from lakeckpt.core.changes import check_place, fit_lanes, rebase, replan, start
-from lakeckpt.core.identity import Identity, Maker
+from lakeckpt.core.changes import fit_lanes
+from lakeckpt.core.identity import Identity
 from lakeckpt.core.lanes import micro_batches
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import MAX_EPOCH, State
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
+from lakeckpt.core.streams.mixture import advanced, going_on, plan_of, reweighed, stretches
 from lakeckpt.data.options import check_lanes
 from lakeckpt.data.place.deliveries import Deliveries
-from lakeckpt.data.place.identity import Pinned, at_version, check_accepted, differing
+from lakeckpt.data.place.identity import Pinned
+from lakeckpt.data.place.orders import Orders, checked_weights
 from lakeckpt.data.place.runs import Runs
-from lakeckpt.errors import ConfigError, StateError, StateUnavailable
+from lakeckpt.errors import ConfigError, StateUnavailable
 
 __all__ = ["Progress"]
 
+_TOPOLOGY = "num_lanes", "batch_size", "world_size"
+
 
 class Progress:
-    """The place of one rank; every rank of a job in lockstep has an equal one.
-
-    ``describes`` says what makes any number of items of each row, and reads a few rows for it; None: nothing does.
-    """
+    """The place of one rank; every rank of a job in lockstep has an equal one. ``orders`` say what is read."""
 
     def __init__(
         self,
-        identity: Identity | Pinned,
+        orders: Orders,
         *,
         batch_size: int,
         num_lanes: int | None,
-        row_wise: bool,
-        accept_changes: Collection[str] = frozenset(),
+        row_wise: bool = False,
         moves: bool = False,
         follows: bool = False,
-        describes: Callable[[Identity], Maker] | None = None,
     ) -> None:
-        self._moves, self._follows, self._describes = moves, follows, describes
-        self._identity: Identity | Pinned
-        self._later: Identity | Pinned | None = None
-        self._pin(identity)
+        self.mixing = orders.mixing
+        """How the sources of a mixture take turns; None: there is one source."""
+        self._orders, self._moves, self._follows = orders, moves, follows
+        self._later: Pinned | None = None
         self.last_receipt: Receipt | None = None
         self.over = False
-        """True once the loop has seen the end of the epoch at hand."""
+        """True once the loop has seen the end of the current epoch."""
         self._batch_size, self._num_lanes, self._row_wise = batch_size, num_lanes, row_wise
-        self._accept = frozenset(accept_changes)
         self._first_epoch = 0
         self.runs = Runs()
         """The runs since the mark; the last run ends with the current state."""
         self._settled: tuple[int, int] | None = None
-        self._plan: Plan | None = None
+        self._plan: Any = None
         self._last_step: int | None = None
         """The number of steps of the epoch, if it depends on the data and all ranks know it."""
         self._iteration, self._began = 0, -1
         self.deliveries = Deliveries(row_wise=row_wise)
         self.replanned = 0
-        """See `lakeckpt.data.place.mixed.MixedProgress`."""
+        """How often `set_weights` planned anew what had been dealt, and was not delivered."""
 
     # --- what is asked
 
     @property
     def identity(self) -> Identity:
-        """The identity of the order of rows. Where rows are filtered, asking for it counts them."""
-        if isinstance(self._identity, Pinned):
-            found = self._identity.identity()
-            self._identity = found if self._describes is None else replace(found, maker=self._describes(found))
-        return self._identity
+        """The order of rows. Raises `ConfigError` of a mixture, which has none of its own."""
+        if self.mixing is not None:
+            raise ConfigError("a mixture has no order of its own: its sources have")
+        return self._orders.order()
 
     @property
     def is_endless(self) -> bool:
         """Whether the stream has no end, so that it counts its epochs itself."""
-        return self.identity.endless
+        return self.mixing is not None or self.identity.endless
 
     @property
     def seed(self) -> int:
-        """The seed of the order."""
-        return self.identity.spec.seed
+        """The seed of the order, or of the turns that sources take."""
+        return self.identity.spec.seed if self.mixing is None else self.mixing.seed
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """The weights with which a mixture goes on."""
+        assert self.mixing is not None
+        origin = self.runs.origin
+        return self.mixing.weights if origin is None or origin.segment.weights is None else origin.segment.weights
 
     @property
     def origin(self) -> State:
@@ -110,26 +114,26 @@ class Progress:
         state = self.runs.state
         return state is None or self.over or state.is_start
 
-    def accepts(self, change: str) -> bool:
-        """Return whether the user accepts this difference between states and the dataset."""
-        return change in self._accept
+    def accepts(self, change: str, source: int = 0) -> bool:
+        """Return whether the user accepts this difference between states and a source."""
+        return self._orders.accepts(change, source)
 
     def goes_on_elsewhere(self, state: State) -> bool:
         """Return whether versions move and ``state`` needs nothing of the version that it names: its epoch has not
         begun, or is all read."""
-        return self._moves and not state.identity.endless and (state.is_start or Plan(state).at_end)
+        return self._moves and not state.is_endless and (state.is_start or Plan(state).at_end)
 
     @property
-    def plan(self) -> Plan:
-        """The plan of the segment at hand; `settle` first."""
+    def plan(self) -> Any:
+        """The plan of the current segment; `settle` first."""
         if self._plan is None:
-            self._plan = Plan(self.origin)
+            self._plan = plan_of(self.origin)
         return self._plan
 
     @property
     def steps(self) -> int | None:
-        """The number of steps of the epoch at hand; None where it is not known, or there is no end. `settle` first."""
-        return None if self._follows else self.plan.steps
+        """The number of steps of the current epoch; None if it is not known, or there is no end. `settle` first."""
+        return None if self._follows or self.mixing is not None else self.plan.steps
 
     def knows_lanes(self, world_size: int) -> bool:
         """Return whether the number of lanes is known without that of the workers: it was given, or a state has it."""
@@ -167,56 +171,37 @@ class Progress:
         stored = None if state is None else state.segment.num_lanes
         num_lanes = num_lanes or fit_lanes(self._num_lanes, stored, world_size, workers)
         check_lanes(num_lanes)
-        topology: dict[str, Any] = {"num_lanes": num_lanes, "batch_size": self._batch_size, "world_size": world_size}
+        topology = dict(zip(_TOPOLOGY, (num_lanes, self._batch_size, world_size), strict=True))
         if state is None or self.over:
-            return start(self.identity, epoch=self.epoch, **topology)
-        return replan(state, **topology)
+            state = self._orders.start(self.epoch, topology)
+        return going_on(state, topology)
 
     def following(self, state: State) -> State:
         """Return the start of the epoch after that of ``state``, in the order of this identity."""
         return self._start_of(state.epoch + 1, state)
 
     def read(self, plain: object) -> State:
-        """Return the state of which `State.to_plain` made ``plain``. Raises StateError if it is none, or if consumption
-        depends on the data here and not there, or there and not here."""
-        found = State.from_plain(plain)
-        if found.mixing is not None:
-            raise StateError("this is the state of a mixture, and this loader reads one dataset")
-        if (found.held is None) != (self._describes is None):
-            kinds = "each row is one row", 'rows give any number of rows (rows="many", a tokenizer=, whole documents)'
-            here, there = kinds if self._describes is None else kinds[::-1]
-            raise StateError(f"in this dataset {here}, and the state was saved by a reader in which {there}")
-        return found
+        """Return the state of which `State.to_plain` made ``plain``. Raises StateError if it is none, or of another
+        kind: of a mixture, or of rows whose number depends on the data."""
+        return self._orders.read(plain)
 
     def load(self, state: State, *, ahead: int = 0) -> None:
-        """Go on from ``state``; StateMismatch, without a change, if it belongs to another order of rows.
+        """Go on from ``state``; StateMismatch, without a change, if it belongs to another order of rows, or to another
+        mixture. Sources that it does not have begin at their first rows.
 
         StateError if it is a part of a state, or if no job reaches it: see `check_place`, for ``ahead`` as well.
         """
-        if state.held is not None and not state.is_whole:
-            raise StateError(
-                f"this is the part of the ranks {state.held.ranks} of {state.segment.world_size}: "
-                "lakeckpt.merge_states joins the states of all ranks, and every rank loads the result"
-            )
-        mine = identity = self._to_compare(state)
-        given = state
-        if self.goes_on_elsewhere(state):
-            if not state.is_start:  # the loop has yet to see the end of an epoch of which nothing is left
-                identity = identity.of_version(state.identity)
-            state = replace(state, orders=(at_version(self.identity, state.identity),))
-        never = {"tail"} if state.identity.tail == "carry" else set[str]()
-        check_accepted(differing(mine, state.identity, kept=self._kept), accepted=self._accept - never)
-        check_place(given, ahead=ahead)
-        self._identity = mine
-        if mine.tail != state.identity.tail:
-            state = rebase(state, identity)
+        elsewhere = self.goes_on_elsewhere(state)
+        found, self._orders = self._orders.taken(state, elsewhere=elsewhere, follows=self._follows, ahead=ahead)
         self.last_receipt = None
         self._iteration += 1
-        self._set(replace(state, orders=(identity,)))
+        self._set(found)
         self._settled = None
 
     def begin_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``."""
+        if self.mixing is not None:
+            raise ConfigError("a mixture has no epoch to go to: its sources count their epochs themselves")
         if self.identity.endless or self._follows:
             raise ConfigError("an endless stream has no epoch to go to; load a state, or make a new dataset")
         if not 0 <= epoch <= MAX_EPOCH:
@@ -231,19 +216,19 @@ class Progress:
             self._set(self._start_of(epoch, state))
             self._settled = None  # at an end there was nothing to plan anew: it is of the topology before
 
-    def move_to(self, identity: Identity | Pinned) -> None:
+    def move_to(self, pinned: Pinned) -> None:
         """Read the epoch at hand, of which nothing has been delivered, in the order of another table version."""
         assert self.at_start, "a version is never changed inside of an epoch"
         epoch = self.epoch
-        self._pin(identity)
+        self._orders = self._orders.reading(pinned)
         self._restart(epoch)
 
-    def go_over(self, identity: Identity | Pinned) -> None:
+    def go_over(self, pinned: Pinned) -> None:
         """Go to the start of the next tranche, in the same topology. The tranche at hand has no full step left."""
         state, steps, settled = self.state, self.plan.steps, self._settled
         assert settled is not None and state.step == steps, "a tranche is read to its last full step"
         self.runs.finish(None, moves=True)
-        self._pin(identity)
+        self._orders = self._orders.reading(pinned)
         self._set(self._start_of(state.epoch + 1, state))
         self._settled = None  # at an end there was nothing to plan anew
         self.settle(*settled)
@@ -255,7 +240,7 @@ class Progress:
         lanes = fit_lanes(self._num_lanes, stored, *self._settled)
         return micro_batches(rows, lanes, self._batch_size, "carry") > 0
 
-    def read_rest(self, later: Identity | Pinned) -> None:
+    def read_rest(self, later: Pinned) -> None:
         """Note that the identity at hand is of the rest of one epoch; later epochs are in the order of ``later``."""
         self._later = later
 
@@ -266,13 +251,13 @@ class Progress:
 
     def _leave_rest(self) -> None:
         if self._later is not None:
-            self._pin(self._later)
+            self._orders = self._orders.reading(self._later)
             self._later = None
 
-    def repin(self, identity: Identity | Pinned) -> Callable[[], None]:
-        """Go on in the order of another table version; a state is loaded next. Return a function that undoes it."""
+    def repin(self, pinned: Pinned, source: int = 0) -> Callable[[], None]:
+        """Read a source in another table version; a state is loaded next. Return a function that undoes it."""
         undo = self.remember()
-        self._pin(identity)
+        self._orders = self._orders.reading(pinned, source)
         self.last_receipt, self.over = None, False
         self._settled = self._plan = self._later = None
         self.runs.leave()
@@ -290,17 +275,24 @@ class Progress:
 
         return undo
 
-    def go_to(self, state: State) -> None:
-        """Go on from ``state``, which follows from the state at hand, or is of the first step."""
-        if state is not self.runs.state:
-            self._set(state)
-
-    def _pin(self, identity: Identity | Pinned) -> None:
-        self._identity = identity
-        self._kept = str(identity.selecting) if isinstance(identity, Pinned) else ""
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Go on with other weights of a mixture from the current step; `settle` first."""
+        if self.mixing is None:
+            raise ConfigError("set_weights changes the weights of a lakeckpt.mix, and this loader reads one dataset")
+        self._advance(reweighed(advanced(self.state), checked_weights(weights, self.mixing.names)))
+        self.replanned += 1
 
     def begin_iteration(self) -> int:
-        """Return a number for the iteration that begins; `check` refuses those of earlier ones."""
+        """Return a number for the iteration that begins; `check` refuses those of earlier ones. `ConfigError` if a
+        mixture ends before its first step."""
+        if self.mixing is not None and (small := self.plan.too_small):
+            rows = ", ".join(f"{self.mixing.names[one]!r} has {self._orders.order(one).rows}" for one in small)
+            lanes, size = self.plan.segment.num_lanes, self.plan.segment.batch_size
+            raise ConfigError(
+                f"the mixture ends before its first step: of its sources, {rows} rows, and one step takes rows of each "
+                f"source for {lanes} lanes of {size} rows. Give mix(…, num_lanes=…) fewer lanes (at least one for each "
+                "rank), a smaller batch_size=, exhausted='next_epoch', or leave these sources out"
+            )
         self._iteration = self._began = self._iteration + 1
         return self._iteration
 
@@ -316,26 +308,24 @@ class Progress:
                 "set_epoch changed the place. Go on with a new one: iter(loader)"
             )
 
-    def delivered(self, receipt: Receipt) -> None:
+    def delivered(self, receipt: Any) -> None:
         """Note that the loop got what ``receipt`` is of."""
         self.runs.advance(receipt)
         self.last_receipt = receipt
         self.deliveries.delivered(self._iteration)
-
-    def reached(self, step: int, iteration: int) -> None:
-        """Note that the loop got what a mixture has in ``step``, of this source and others."""
-        self.runs.reached = step + 1
-        self.deliveries.delivered(iteration)
+        if self.mixing is not None and self.plan.steps == receipt.step + 1 and not self.plan.is_last:
+            self._advance(advanced(self.state))
 
     def turn(self, rank: int, *, loaded: bool = False) -> None:
         """End the epoch at hand, where the loop received its last batch and then began anew instead of asking for more.
 
         Loops that count steps never ask for more than there is; they take nothing of an epoch that has nothing for
         ``rank``. A state of the end of an epoch that was loaded shows the loop that end once. ``loaded``: the loop
-        counted, and has seen it. If consumption depends on the data, a rank alone does not know whether it is over.
+        counted, and has seen it. If consumption depends on the data, a rank alone does not know whether it is over; a
+        mixture has no epochs.
         """
         last, state, began = self.last_receipt, self.runs.origin, self._began == self._iteration
-        if state is None or self.over or self._follows or state.held is not None:
+        if state is None or self.over or self._follows or state.held is not None or self.mixing is not None:
             return
         took = last is not None and last.epoch == state.epoch
         plan, step, left = self.plan, self.runs.reached, True
@@ -352,15 +342,22 @@ class Progress:
         self._last_step = steps
 
     def end(self, step: int) -> None:
-        """Note that the iteration ended before ``step``. Raises StateUnavailable if there is more of the epoch."""
-        steps = self.plan.steps if self.origin.held is None else self._last_step
+        """Note that the iteration ended before ``step``. Raises StateUnavailable if there is more of the epoch, or of
+        the mixture."""
+        if self.mixing is not None:
+            steps, what = self.plan.steps if self.plan.is_last else None, "a mixture"
+        else:
+            steps, what = self.plan.steps if self.origin.held is None else self._last_step, f"epoch {self.epoch}"
         if step != steps:
             of = "" if steps is None else f" of {steps}"
             raise StateUnavailable(
-                f"the iterator over epoch {self.epoch} was closed and ended before step {step}{of}: go on with a new "
+                f"the iterator over {what} was closed and ended before step {step}{of}: go on with a new "
                 "iterator, iter(loader)"
             )
-        self.finish()
+        if self.mixing is not None:
+            self.deliveries.end()
+        else:
+            self.finish()
 
     def finish(self) -> None:
         """Note that the loop saw the end of the epoch at hand, also where the last rows went to other ranks. The end of
@@ -373,11 +370,11 @@ class Progress:
         self._leave_rest()
 
     def stretches(self) -> Iterable[tuple[Any, int, int | None]]:
-        """Return (plan, first step, one past its last step or None) of all that is left of the epoch."""
-        return [(self.plan, self.state.step, self.plan.steps)]
+        """Return (plan, first step, one past its last step or None) of all that is left of the epoch, or mixture."""
+        return stretches(self.state)
 
     def assignments(self, rank: int) -> Iterator[Any]:
-        """Yield what ``rank`` gets in the steps that are left of the epoch."""
+        """Yield what ``rank`` gets in the steps that are left of the epoch, or of the mixture."""
         for plan, step, stop in self.stretches():
             while stop is None or step < stop:
                 yield plan.assignment(step, rank, row_wise=self._row_wise)
@@ -385,19 +382,15 @@ class Progress:
 
     # --- inside
 
-    def _to_compare(self, state: State) -> Identity:
-        """Return the identity with which ``state`` is compared: the last tranche before an idle end has another tail,
-        and a stream without some row groups may begin at another token."""
-        its, mine = state.identity, self.identity
-        if self._follows and its.tail != "drop":
-            mine = replace(mine, tail=its.tail)
-        return mine if mine.phase == its.phase else replace(mine, phase=its.phase)
-
     def _set(self, state: State) -> None:
         self.runs.begin(state)
         self._plan, self._last_step, self.over = None, None, False
 
+    def _advance(self, state: State) -> None:
+        """Go on from ``state``, which follows from the current one, in the segment that begins there."""
+        if state is not self.runs.state:
+            self._set(state)
+
     def _start_of(self, epoch: int, state: State) -> State:
         """Return the start of ``epoch``, in the order of this identity and the topology of ``state``."""
-        num_lanes, batch_size, world_size = state.segment.topology
-        return start(self.identity, epoch=epoch, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
+        return self._orders.start(epoch, dict(zip(_TOPOLOGY, state.segment.topology, strict=True)))

@@ -1,14 +1,14 @@
 """This module gives a checkpoint manager what it asks of a `LakeLoader`, apart from the loader's public methods.
 
-A `LoaderReader` is the ``_reader`` of a loader, and has all protocols of `lakeckpt.tracking.readers`; of a mixture it
-is a `MixtureReader`, which names its tables. A manager calls them on the training thread only. They start no threads
-themselves; `start` has the loader begin to read.
+A `LoaderReader` is the ``_reader`` of a loader, and has the protocols of `lakeckpt.tracking.readers`; a `TableReader`
+is each table that it reads. A manager calls them on the training thread only. They start no threads themselves; `start`
+has the loader begin to read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from lakeckpt.core.consumption import between
 from lakeckpt.core.state import State
@@ -16,9 +16,9 @@ from lakeckpt.core.streams.mixed_batches import AnyReceipt
 from lakeckpt.data.flows.calls import maker_of
 from lakeckpt.data.place.deliveries import Deliveries
 from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.versions import Fit, Saved, Versions
+from lakeckpt.data.source import BatchSource
 from lakeckpt.data.topology import check_topology
 from lakeckpt.errors import StateMismatch
 from lakeckpt.lake.table.index import TableIndex
@@ -27,17 +27,19 @@ from lakeckpt.reading.filters.row_filter import RowFilter
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.packing import Packing
 
-if TYPE_CHECKING:
-    from lakeckpt.data.streams.mix import MixedDataset
-
-__all__ = ["LoaderReader", "MixtureReader", "TableReader"]
+__all__ = ["LoaderReader", "TableReader"]
 
 
 class TableReader:
-    """The table that a loader reads, or the ``source`` of a mixture, in its ``versions``."""
+    """The table that a loader reads, or the source ``name`` of a mixture, in its ``versions``."""
 
-    def __init__(self, versions: Versions, source: str | None = None) -> None:
-        self._versions, self._source = versions, source
+    def __init__(self, versions: Versions, name: str | None = None) -> None:
+        self._versions, self._name = versions, name
+
+    @property
+    def source(self) -> BatchSource:
+        """The source of its batches."""
+        return self._versions.source
 
     @property
     def table(self) -> Table:
@@ -66,11 +68,11 @@ class TableReader:
     def fit(self, state: Mapping[str, Any], saved: Saved, *, look: bool) -> Fit:
         """See `lakeckpt.data.place.versions.Versions.fit`."""
         found = State.from_plain(state)
-        if found.mixing is None or self._source is None:
+        if found.mixing is None or self._name is None:
             return self._versions.fit(found, saved, look=look)
-        if self._source not in found.mixing.names:
+        if self._name not in found.mixing.names:
             return Fit()  # nothing of it was read
-        return self._versions.fit(found.of(found.mixing.names.index(self._source)), saved, look=look)
+        return self._versions.fit(found.of(found.mixing.names.index(self._name)), saved, look=look)
 
     def repin(self, index: TableIndex) -> Callable[[], None]:
         """Read the table version that ``index`` pins; a state is loaded next. Return a function that undoes it."""
@@ -98,12 +100,20 @@ class _Loader(Protocol):
         """Begin to read what the next iteration will deliver."""
 
 
-class _Tracked:
-    """The side of ``loader`` by which managers track it."""
+class LoaderReader:
+    """The side of ``loader`` that checkpoint managers see."""
 
     def __init__(self, loader: _Loader) -> None:
         self._loader, self._dataset = loader, loader.dataset
         self._progress: Progress = loader.dataset._progress
+
+    @property
+    def tables(self) -> dict[str, TableReader]:
+        """What reads each table, by the names of the sources of a mixture; "": the only one."""
+        if self._progress.mixing is None:
+            return {"": TableReader(self._dataset._versions)}
+        found: dict[str, TableReader] = self._dataset.sources
+        return found
 
     @property
     def num_workers(self) -> int:
@@ -171,6 +181,32 @@ class _Tracked:
         self._loader._settle()
         return self._progress.runs.stretches(at)
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the script gave, for the lines in which a restart says what differs."""
+        found = {"batch size": str(self._dataset.batch_size), "workers": str(self.num_workers)}
+        if (mixing := self._progress.mixing) is not None:
+            found["weights"] = _named(mixing.names, mixing.weights)
+            found["schedule"] = str([(step, _named(mixing.names, weights)) for step, weights in mixing.schedule])
+        for name, one in self.tables.items():
+            maker = getattr(one.source, "maker", None)
+            if maker is not None and maker.name and maker.length:
+                found["tokenizer"] = f"{maker.name} {maker.fingerprint}".rstrip()
+            else:
+                found[f"transform of {name!r}" if name else "transform"] = _transform_of(one.source)
+        return found
+
+    @property
+    def weights(self) -> str | None:
+        """The weights with which a mixture goes on; the script's if it has no place yet, or a new source. None: this is
+        no mixture."""
+        mixing = self._progress.mixing
+        return None if mixing is None else _named(mixing.names, self._progress.weights)
+
+    def next_epoch(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of the start of the epoch after that of ``state``, at the current version."""
+        return self._progress.following(self._progress.read(state)).to_plain()
+
     # --- for integrations in which the ranks change while the job runs
 
     @property
@@ -200,58 +236,6 @@ class _Tracked:
         except StateMismatch:
             return  # it is of another history: the ledger shows the gap
         self._progress.runs.add(done)
-
-
-class LoaderReader(_Tracked, TableReader):
-    """The side of ``loader``, which reads one table, that checkpoint managers see."""
-
-    def __init__(self, loader: _Loader) -> None:
-        _Tracked.__init__(self, loader)
-        TableReader.__init__(self, loader.dataset._versions)
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """What the script gave, for the lines in which a restart says what differs."""
-        dataset = self._dataset
-        found = {"batch size": str(dataset.batch_size), "workers": str(self.num_workers)}
-        maker = getattr(dataset._source, "maker", None)
-        if maker is not None and maker.name and maker.length:
-            found["tokenizer"] = f"{maker.name} {maker.fingerprint}".rstrip()
-        else:
-            found["transform"] = _transform_of(dataset._source)
-        return found
-
-    def next_epoch(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of the start of the epoch after that of ``state``, at the version at hand."""
-        return self._progress.following(self._progress.read(state)).to_plain()
-
-
-class MixtureReader(_Tracked):
-    """The side of ``loader``, which reads the mixture ``dataset``, that checkpoint managers see."""
-
-    def __init__(self, loader: _Loader, dataset: MixedDataset) -> None:
-        super().__init__(loader)
-        progress: Any = self._progress
-        self._mixed: MixedProgress = progress
-        self.tables = {name: TableReader(one.versions, name) for name, one in dataset.sources.items()}
-        """Name of a source → what reads its table."""
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """What the script gave, for the lines in which a restart says what differs."""
-        mixing, sources = self._mixed.mixing, self._dataset.sources
-        return {
-            "batch size": str(self._dataset.batch_size),
-            "workers": str(self.num_workers),
-            "weights": _named(mixing.names, mixing.weights),
-            "schedule": str([(step, _named(mixing.names, weights)) for step, weights in mixing.schedule]),
-            **{f"transform of {name!r}": _transform_of(one.source) for name, one in sources.items()},
-        }
-
-    @property
-    def weights(self) -> str:
-        """The weights with which the mixture goes on; the script's if it has no place yet, or a new source."""
-        return _named(self._mixed.mixing.names, self._mixed.weights)
 
 
 def _transform_of(source: Any) -> str:

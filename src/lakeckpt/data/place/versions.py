@@ -16,14 +16,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from lakeckpt.core.changes import start
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
 from lakeckpt.data.options import Follow, ReadOptions
 from lakeckpt.data.place.broadcast import found_by_first
-from lakeckpt.data.place.excluding import going_on_without, order_without
+from lakeckpt.data.place.excluding import going_on_without
 from lakeckpt.data.place.following import Look, next_tranche
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
@@ -53,8 +51,6 @@ class Fit:
     state: epochs that have begun keep their order. None: all do."""
     excluded: Mapping[int, Intervals] = field(default_factory=dict)
     """Epoch → the positions that are left of it, and that stand in windows with rows that ``index`` excludes."""
-    begins: State | None = None
-    """The start of an epoch in ``index``, with which to go on: nothing of the state's epoch, or all of it, was read."""
     skipped: str = ""
     """The reason for which the rest of the state's epoch is dropped and the next epoch begun; empty: it is not."""
     grown: str = ""
@@ -78,7 +74,10 @@ def check_moves(table: Table, options: ReadOptions, *, endless: bool, follows: b
 
 
 class Versions:
-    """The versions that one dataset reads, in the main process. ``at_hand`` is the version that is read now."""
+    """The versions that one dataset reads, in the main process. ``at_hand`` is the version that is read now.
+
+    Of a mixture, the dataset is its source ``number``, which stays at one version.
+    """
 
     def __init__(
         self,
@@ -87,11 +86,12 @@ class Versions:
         progress: Progress,
         options: ReadOptions,
         *,
+        number: int = 0,
         follow: Follow | None = None,
     ) -> None:
-        self._follow = follow
+        self._number, self._follow = number, follow
         self.at_hand = pinned
-        self._source = source
+        self.source = source
         self._progress = progress
         self._moves = options.on_new_version == "next_epoch"
         self._drops = options.on_version_gone == "next_epoch"
@@ -136,7 +136,7 @@ class Versions:
         """
         self._know(state, saved)
         wanted, live = state.identity.table, self.at_hand.table
-        if self._progress.accepts("table") or self._progress.goes_on_elsewhere(state):
+        if self._progress.accepts("table", self._number) or self._progress.goes_on_elsewhere(state):
             return Fit()
         if wanted == live.index.digest and not look:
             return Fit()
@@ -177,13 +177,7 @@ class Versions:
         if not (its.endless or its.selection or its.maker):
             return Fit(index=index, excluding=excluding)
         pinned = self._read[excluding.digest] = self._of(excluding)
-        at_end, at = not its.endless and Plan(state).at_end, partial(self._at, saved=saved)
-        if state.is_whole and state.mixing is None and (at_end or state.is_start):
-            lanes, batch_size, ranks = state.segment.topology
-            order = order_without(its, at(its), pinned)
-            begins = start(order, epoch=state.epoch + at_end, num_lanes=lanes, batch_size=batch_size, world_size=ranks)
-            return Fit(index=excluding, begins=begins)
-        order, excluded = going_on_without(state, pinned, at)
+        order, excluded = going_on_without(state, pinned, partial(self._at, saved=saved))
         return Fit(index=excluding, order=order, excluded=excluded)
 
     def _know(self, state: State, saved: Saved) -> None:
@@ -206,14 +200,14 @@ class Versions:
                 f"has lost the index or the counts of the table that it began with ({order.table[:12]}): restore "
                 "index/ of the run, or begin a new run"
             )
-        self._source.know(order.table, pinned.counted)
+        self.source.know(order.table, pinned.counted)
         return pinned
 
     def repin(self, index: TableIndex) -> Callable[[], None]:
         """Read the version that ``index`` pins; the place is lost. Return a function that undoes both."""
         before = self.at_hand
         pinned = self._of(index)
-        undo = self._progress.repin(pinned)
+        undo = self._progress.repin(pinned, self._number)
         self._go_to(pinned)
         if index.rest is not None:
             self.read_rest()
@@ -299,7 +293,7 @@ class Versions:
     def _go_to(self, pinned: Pinned) -> None:
         self.at_hand = pinned
         self._read[pinned.table.index.digest] = pinned
-        self._source.pin(pinned)
+        self.source.pin(pinned)
 
     def _check_types(self, index: TableIndex) -> None:
         """`SchemaError` where a column that is read has another type in the version to move to."""

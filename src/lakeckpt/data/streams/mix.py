@@ -1,13 +1,13 @@
 """This module defines `lakeckpt.mix`: a weighted mixture of datasets, each of which is read exactly.
 
-A mixture has one place (`lakeckpt.data.place.mixed`), and reads its sources by
+A mixture has one place (`lakeckpt.data.place.progress`), and reads its sources by
 `lakeckpt.data.streams.mixed_source`. The module reads nothing itself and starts no threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch.utils.data import get_worker_info
@@ -18,7 +18,9 @@ from lakeckpt.data.base_dataset import BaseDataset
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.options import one_of, optional, whole
 from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.mixed import MixedProgress, SourcePlace, checked_weights
+from lakeckpt.data.place.orders import Orders, checked_weights
+from lakeckpt.data.place.progress import Progress
+from lakeckpt.data.place.reader import TableReader
 from lakeckpt.data.place.versions import Versions
 from lakeckpt.data.source import BatchSource
 from lakeckpt.data.streams.mixed_source import MixedSource
@@ -26,10 +28,9 @@ from lakeckpt.data.transform import CarriedRows
 from lakeckpt.errors import ConfigError, SchemaError
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.table import Table
-from lakeckpt.reading.packed.packing import Packing
 from lakeckpt.reading.windows.decode import select_columns
 
-__all__ = ["MixedDataset", "MixedTable", "mix"]
+__all__ = ["MixedDataset", "mix"]
 
 _MOST_PIECES = 1000
 Weights = Mapping[str, float]
@@ -109,24 +110,6 @@ def mix(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedTable:
-    """A source of a mixture, as it is read."""
-
-    source: BatchSource
-    versions: Versions
-
-    @property
-    def table(self) -> Table:
-        """Its table, at the version that is read."""
-        return self.versions.at_hand.table
-
-    @property
-    def packing(self) -> Packing | None:
-        """How its documents are packed; None: rows are read."""
-        return self.versions.at_hand.packing
-
-
 class MixedDataset(BaseDataset):
     """What `mix` returns: a dataset for a `LakeLoader`, or for a loop in this process."""
 
@@ -145,16 +128,11 @@ class MixedDataset(BaseDataset):
         self.batch_size, self.output = batch_size, every[0].output
         self._explicit_rank, self._dp_group = every[0]._explicit_rank, every[0]._dp_group
         pinned = [replace(one._versions.at_hand, endless=True) for one in every]
-        self._mixed = MixedProgress(
-            mixing,
-            pinned,
-            [frozenset(one.options.accept_changes) for one in every],
-            batch_size=batch_size,
-            num_lanes=num_lanes,
-        )
-        self._progress = self._mixed
+        accepted = [one.options.accept_changes for one in every]
+        orders = Orders(pinned, accepted=accepted, mixing=mixing)
+        self._progress = Progress(orders, batch_size=batch_size, num_lanes=num_lanes)
         self.sources = {
-            name: _table_of(one, where, SourcePlace(self._mixed, number))
+            name: _table_of(name, one, where, self._progress, number)
             for number, ((name, one), where) in enumerate(zip(datasets.items(), pinned, strict=True))
         }
         """Name → the source that is read."""
@@ -187,29 +165,29 @@ class MixedDataset(BaseDataset):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all that was yielded (plain types)."""
-        self._mixed.settle(self.topology[1], 0)
-        return self._mixed.state.to_plain()
+        self._progress.settle(self.topology[1], 0)
+        return self._progress.state.to_plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state`` at the next iteration; StateError, without a change, if it does not fit."""
-        self._mixed.load(self._mixed.read(state))
+        self._progress.load(self._progress.read(state))
 
     def set_epoch(self, epoch: int) -> None:
         """Refuse: sources count their epochs themselves."""
-        self._mixed.begin_epoch(epoch)
+        self._progress.begin_epoch(epoch)
 
     def rewind(self) -> None:
         """Refuse: a mixture has no epochs."""
         raise ConfigError("a mixture has no epoch to begin again: load a state, or make a new mixture")
 
 
-def _table_of(dataset: LakeDataset, pinned: Pinned, place: Any) -> MixedTable:
-    """Return the source that ``dataset`` describes, which reads ``pinned``."""
+def _table_of(name: str, dataset: LakeDataset, pinned: Pinned, progress: Progress, number: int) -> TableReader:
+    """Return the source ``number`` of a mixture, which ``dataset`` describes, and which reads ``pinned``."""
     options = dataset.options
     source = BatchSource(
         pinned, output=dataset.output, options=options, transform=dataset._source.transform, row_wise=False
     )
-    return MixedTable(source=source, versions=Versions(pinned, source, place, options))
+    return TableReader(Versions(pinned, source, progress, options, number=number), name)
 
 
 def _check_source(name: Any, given: Any) -> None:

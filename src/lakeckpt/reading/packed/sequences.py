@@ -80,6 +80,17 @@ class Sequences:
         arrays = (self._tokens, self._bounds, self._follows, self._firsts, self._numbers)
         return sum(one.nbytes for one in arrays if one is not None)
 
+    def part(self, start: int, stop: int) -> Sequences:
+        """Return sequences [start, stop), in memory of their own."""
+        runs = self._runs(start, stop)
+        inside = (self._paddings >= runs.first) & (self._paddings < runs.last)
+        return Sequences(
+            self._tokens[start:stop].copy(),
+            runs.bounds,
+            paddings=self._paddings[inside] - runs.first,
+            follows=None if self._follows is None else self._follows[runs.first : runs.last].copy(),
+        )
+
     def columns(self, names: Sequence[str]) -> dict[str, Column[Array]]:
         """Return the columns ``names``; all but ``tokens`` can only be cut. ``labels`` need ``follows``.
 

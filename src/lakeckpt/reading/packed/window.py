@@ -71,11 +71,13 @@ class SequenceDecoder:
         Raises as `RowGroupDecoder.decode`; `NullValueError` for a null token; `DataFileChanged` for another number of
         tokens than was counted.
         """
-        parts, packing = self._parts(window), self._packing
+        parts, packing, whole = self._parts(window), self._packing, window.whole
         if window.key is None and not packing.labels:
-            found = self._in_order(parts, window.rows)
+            found = self._in_order(parts, whole.rows)
         else:
-            found = self._sequences(parts, runs_of(parts, window, packing.length), window.rows)
+            found = self._sequences(parts, runs_of(parts, whole, packing.length), whole.rows)
+        if window.outer is not None:
+            found = found.part(window.start - whole.start, window.stop - whole.start)
         return DecodedWindow(columns=found.columns(packing.columns), table=None, size_bytes=found.size_bytes)
 
     def name(self, window: Window) -> DocumentRuns:

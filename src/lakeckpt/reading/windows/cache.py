@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import count, starmap
+from itertools import count
 from typing import Protocol
 
 import pyarrow as pa
@@ -30,7 +30,10 @@ from lakeckpt.reading.windows.room import Room
 from lakeckpt.reading.windows.threads import Threads
 from lakeckpt.reading.windows.window import Array, DecodedWindow, WindowDecoder
 
-__all__ = ["Decoding", "WindowCache", "windows_held_of"]
+__all__ = ["Decoding", "WindowCache", "parts_of", "windows_held_of"]
+
+_WINDOWS = 128
+"""The most windows that sources of a mixture hold open together in each lane, if each is large enough for its part."""
 
 
 def windows_held_of(lanes: int) -> int:
@@ -42,6 +45,16 @@ def windows_held_of(lanes: int) -> int:
     return lanes + max(lanes, 2)
 
 
+def parts_of(share: float) -> int:
+    """Return in how many parts a reader holds each window, if a ``share`` of the rows of the loop are its own.
+
+    A source that gives few rows would hold a window for a long time. It holds a part, and decodes the window again for
+    the next part. So many sources hold no more windows than `_WINDOWS`, and decoding costs little more: a source is
+    decoded the more often, the fewer rows it gives.
+    """
+    return max(1, int(1 / (share * _WINDOWS))) if share else 1
+
+
 class Decoding(Protocol):
     """Decodes windows, in several threads at once: a `WindowDecoder`, or one for packed sequences."""
 
@@ -49,7 +62,7 @@ class Decoding(Protocol):
     """The most memory that may wait to be used for a later window, beside the windows that are held."""
 
     def decode(self, window: Window) -> DecodedWindow:
-        """Return what stands at the positions of ``window``."""
+        """Return what stands at the positions of ``window``, a part of a window or a whole one."""
 
     def groups(self, window: Window) -> list[int]:
         """Return the row groups that are read for ``window``."""
@@ -94,7 +107,7 @@ class WindowCache:
         self._room = room
         self._all: dict[Key, CachedWindow] = {}
         self._lanes: list[FollowedLane] = []
-        self._share = 1.0
+        self._share, self._parts = 1.0, 1
         self._row_bytes = 0.0
         room.enter(self)
 
@@ -125,7 +138,8 @@ class WindowCache:
         ``share``: which part of all rows that the loop gets are of this reader. Windows are begun so long before they
         are needed that those of all readers of a room are about as many as one reader would read ahead.
         """
-        self._lanes, self._share = [FollowedLane(starmap(self.known, one)) for one in lanes], share
+        self._lanes, self._share = [FollowedLane(one) for one in lanes], share
+        self._parts = parts_of(share)
         for window in list(self._all.values()):
             if not window.served.size:
                 self.drop(window)
@@ -136,11 +150,12 @@ class WindowCache:
 
     def next(self) -> tuple[float, CachedWindow] | None:
         """See `lakeckpt.reading.windows.room.Taking`."""
-        found = min(filter(None, (lane.next() for lane in self._lanes)), key=lambda one: one[0], default=None)
+        found = min(filter(None, (lane.next(self.known) for lane in self._lanes)), key=lambda one: one[0], default=None)
         lead = self._share * (self._most_held - self._most_open) / self._most_open
-        if found is None or found[0] > lead * found[1].window.rows:
+        if found is None:
             return None
-        return found[0] / self._share, found[1]
+        rows, needed = found
+        return (rows / self._share, needed) if rows <= lead * needed.window.whole.rows else None
 
     def begin(self, window: CachedWindow) -> bool:
         """See `lakeckpt.reading.windows.room.Taking`."""
@@ -154,7 +169,7 @@ class WindowCache:
         lanes, most = list(self._lanes) if self.rows.fetches else [], max(1, MOST_AHEAD * self._share)
         while lanes and len(self._unread()) < most:
             lane = min(lanes, key=lambda one: one.rows_known)
-            if not lane.extend():
+            if not lane.extend(self.known):
                 lanes.remove(lane)
             self.rows.expect(self._unread())
 
@@ -175,7 +190,7 @@ class WindowCache:
         for one in self._all.values():
             if one.layout is layout and one.window.start <= position < one.window.stop:
                 return one
-        return self.known(layout, layout.window_at(position))
+        return self.known(layout, layout.window_at(position).part(position, self._parts))
 
     def known(self, layout: EpochLayout, window: Window) -> CachedWindow:
         """Return the window of ``layout``, which is new if it was not known."""

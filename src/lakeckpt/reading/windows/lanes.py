@@ -75,13 +75,16 @@ class CachedWindow:
         return self.decoded is not None or ((future := self.future) is not None and future.done())
 
 
-def windows_of(rest: LaneRest, layout_of: Callable[[int], EpochLayout]) -> Iterator[tuple[EpochLayout, Window]]:
-    """Yield the windows that hold what is left of a lane, in their order. ``layout_of`` returns an epoch's layout."""
+def windows_of(
+    rest: LaneRest, layout_of: Callable[[int], EpochLayout], parts: int = 1
+) -> Iterator[tuple[EpochLayout, Window]]:
+    """Yield the windows that hold what is left of a lane, in their order, or ``parts`` of each. ``layout_of`` returns
+    the layout of an epoch."""
     spans_of, done, end = rest
     while end is None or done < end:
         first = spans_of(done, done + 1)[0]
         layout = layout_of(first.epoch)
-        window = layout.window_at(first.start)
+        window = layout.window_at(first.start).part(first.start, parts)
         yield layout, window
         upto = done + window.stop - first.start
         for span in spans_of(done, upto if end is None else min(upto, end)):
@@ -90,27 +93,30 @@ def windows_of(rest: LaneRest, layout_of: Callable[[int], EpochLayout]) -> Itera
 
 
 class FollowedLane:
-    """The window that a lane has open, and those that it needs next, as ``found`` yields them."""
+    """The window that a lane has open, and those that it needs next, as ``found`` yields them.
 
-    def __init__(self, found: Iterator[CachedWindow]) -> None:
+    ``known`` returns what a reader knows of a window.
+    """
+
+    def __init__(self, found: Iterator[tuple[EpochLayout, Window]]) -> None:
         self._found = found
         self._open: CachedWindow | None = None
         self._coming: deque[CachedWindow] = deque()
         """Of these windows no row was served."""
 
-    def extend(self) -> bool:
+    def extend(self, known: Callable[[EpochLayout, Window], CachedWindow]) -> bool:
         """Find one more window; return whether there is one."""
         found = next(self._found, None)
         if found is not None:
-            self._coming.append(found)
+            self._coming.append(known(*found))
         return found is not None
 
-    def next(self) -> tuple[int, CachedWindow] | None:
+    def next(self, known: Callable[[EpochLayout, Window], CachedWindow]) -> tuple[int, CachedWindow] | None:
         """Return how many rows come before the first window that is not begun, and that window; None: there is none."""
         while self._coming and (self._coming[0].served.size or self._coming[0].gone):
             self._open = self._coming.popleft()
         rows, place = self._rows_open, 0
-        while place < len(self._coming) or self.extend():
+        while place < len(self._coming) or self.extend(known):
             window = self._coming[place]
             if window.future is None and not window.gone:
                 return rows, window

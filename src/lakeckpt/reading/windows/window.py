@@ -73,8 +73,11 @@ class WindowDecoder:
         # One row group keeps one thread busy. While several are decoded, the next window must not take the threads.
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
             tables = self._threads.map(self._fragment, window.fragments) or [self.schema.empty_table()]
-        _check_rows(window, tables)
-        order = window.permutation()
+        _check_rows(window.whole, tables)
+        order = window.whole.permutation()
+        if window.outer is not None:
+            rows = np.arange(window.outer.rows) if order is None else order
+            order = rows[window.start - window.outer.start : window.stop - window.outer.start]
         if self._nulls is None:
             return _as_table(_ordered(tables, order, self.schema))
         parts = [self._columns(window, place, table, self._nulls) for place, table in enumerate(tables)]
