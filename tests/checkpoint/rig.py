@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -104,6 +105,11 @@ class MemoryStorage:
             self.objects.pop(path, None)
             self._notify()
 
+    def notify(self) -> None:
+        """Wake who waits for a change."""
+        with self.changed:
+            self._notify()
+
     def _notify(self) -> None:
         self.count += 1
         self.changed.notify_all()
@@ -112,10 +118,14 @@ class MemoryStorage:
 class EventWaiter:
     """A clock that stands still while ranks work, and jumps when a rank has gone: no real time passes in a test.
 
-    One may be shared by the ranks of a job: each remembers on its own what it has seen.
+    One may be shared by the ranks of a job: each remembers on its own what it has seen. What a rank publishes to the
+    others wakes it, as a put does.
     """
 
+    living: ClassVar[weakref.WeakSet[EventWaiter]] = weakref.WeakSet()
+
     def __init__(self, storage: MemoryStorage) -> None:
+        self.living.add(self)
         self.storage = storage
         self.time_s = 0.0
         self.someone_died = False
@@ -186,11 +196,15 @@ class HubExchange(Exchange):
         with self.hub.changed:
             self.hub.notes[key] = data
             self.hub.changed.notify_all()
+        for waiter in list(EventWaiter.living):
+            waiter.storage.notify()
 
     def publish_once(self, key: str, data: bytes, /) -> None:
         with self.hub.changed:
-            if key not in self.hub.notes:
-                self.publish(key, data)
+            if key in self.hub.notes:
+                return
+            self.hub.notes[key] = data
+        self.publish(key, data)
 
     def fetch(self, key: str, /) -> bytes:
         self.fetched.append(key)

@@ -126,3 +126,6 @@ def test_nobody_waits_for_a_rank_that_was_killed(tmp_path: Path, waits_for: str,
     for rank in {*range(RANKS)} - {dies}:
         said = (tmp_path / f"said.{rank}").read_text()
         assert f"the process of rank {dies} has ended" in said, said
+    if WAITS[waits_for][0] not in RESTORES:
+        own = Own()
+        assert CheckpointManager(tmp_path / "run", {"own": own}).restore() == 1 and own.value == 0.0

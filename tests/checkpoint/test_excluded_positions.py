@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lakeckpt import LakeDataset, LakeLoader, Ragged, Table, mix, open_table, pack
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.audit_report import AuditReport
+from lakeckpt.checkpoint.ledger.explain import explain
 from lakeckpt.errors import DataFileDamaged
 from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.reading.cases import write_file
@@ -215,3 +216,34 @@ def test_a_stream_goes_on_at_the_token_at_which_it_was(tmp_path: Path, monkeypat
     assert job.tokens == expected[: len(job.tokens)]
     report = job.audited()
     assert report.verdict == "except" and sum(one.excluded for one in report.readers[0].epochs) == 8, report
+    named = Counter[tuple[int, int]]()
+    for step in range(18, 23):
+        for one in (one for reader in explain(job.storage, step).readers for one in reader.ranks[0].micro_batches):
+            named.update((span.epoch, at) for span in one.spans for at in range(span.start, span.stop))
+    assert named.total() == len(named) == 15
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_mixture_with_whole_documents_goes_on_without_the_windows_of_damaged_row_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    dice = random.Random(seed)
+    lakes = {"a": make_lake(tmp_path / "a", 1), "b": make_lake(tmp_path / "b", 10_001)}
+    job = Job(monkeypatch, lakes, {"a": "whole", "b": "packed"}, seed=seed, num_lanes=dice.choice((None, 6)))
+    excluded: dict[str, Pairs] = {"a": [], "b": []}
+    for name in ("a", "b", "a"):
+        assert not job.attempt(excluded, ranks=dice.choice((1, 2)), steps=dice.randrange(4, 20))
+        group = ("a.parquet", dice.choice([one for one in range(GROUPS) if ("a.parquet", one) not in excluded[name]]))
+        Damage(open_table(lakes[name])).hurt(*group)
+        excluded[name].append(group)
+    assert not job.attempt(excluded, ranks=2, steps=60, lost=1)
+    report = job.audited()
+    assert report.verdict == "except" and report.excluded, report
+    whole = report.readers[0]
+    assert whole.name == "reader.a" and not whole.doubts and not whole.findings
+    counts = Counter(token for token in job.tokens if token <= GROUPS * TOKENS)
+    assert max(counts.values()) <= len(whole.epochs) + 1  # of a window that has begun, none is listed
+    complete = sum(one.status == "complete" for one in whole.epochs)
+    healthy = {*range(1, 1 + GROUPS * TOKENS)} - tokens_of(excluded["a"])
+    lost = TOKENS * sum(one.rows for one in whole.excluded)
+    assert complete and sum(max(0, complete - counts[token]) for token in healthy) <= lost

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.errors import SaveFailed, StorageError
+from lakeckpt.errors import StorageError
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import Reader, training
 from tests.checkpoint.seams import manager_with
@@ -83,42 +82,6 @@ def test_a_job_goes_on_from_two_ranks_to_one_to_three_with_wrappers_or_without(t
     assert [one.step for one in history.chain] == [2, 4, 5, 6, 8, 9, 10, 12, 13]
     rows = [one.readers["reader"].consumed()[0] for one in history.chain]
     assert Intervals.empty().union(*rows).size == sum(one.size for one in rows) == 10 * (2 * 5 + 4 + 3 * 4)
-
-
-def dying(rank: int, world_size: int, folder: str, dead: int, when: str) -> None:
-    meet(rank, world_size, folder)
-
-    def die(method: str, path: str) -> None:
-        if rank == dead and method == "put" and path.startswith("parts/") and "000000000002-" in path:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    storage = FaultyStorage(LocalStorage(f"{folder}/run"), before=die if when == "part" else None)
-    objects = {**training(), "reader": Reader(rank=rank, world_size=world_size)}
-    timeout_s = 5 if when == "part" else 30
-    manager = CheckpointManager(storage, objects, persist_every=1, timeout_s=timeout_s, fail_after=0)
-    manager.restore()
-    batches = iter(objects["reader"])
-    next(batches)
-    manager.step()
-    if rank == dead and when == "cut":
-        os.kill(os.getpid(), signal.SIGKILL)
-    next(batches)
-    try:
-        manager.step()
-    except SaveFailed as error:
-        Path(folder, f"said.{rank}").write_text(str(error))
-    except Exception as error:
-        Path(folder, f"said.{rank}").write_text(f"{type(error).__name__}: {error}")
-    os._exit(0)
-
-
-@pytest.mark.parametrize("when", [pytest.param("cut", marks=pytest.mark.soak), "part"])
-def test_a_rank_killed_during_a_save_is_named_and_the_checkpoint_before_restores(when: str, tmp_path: Path) -> None:
-    run_processes(3, dying, 3, str(tmp_path), 2, when, ends=[0, 0, -9])
-    assert "rank 2 " in (tmp_path / "said.0").read_text()
-    assert "rank 2 " in (tmp_path / "said.1").read_text()
-    objects = {**training(seed=5), "reader": Reader()}
-    assert CheckpointManager(tmp_path / "run", objects).restore() == 1
 
 
 def by_the_clock(rank: int, world_size: int, folder: str) -> None:

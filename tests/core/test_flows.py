@@ -16,9 +16,10 @@ from lakeckpt.core.changes import check_place, moved, part_of, replan, start
 from lakeckpt.core.consumption import consumption
 from lakeckpt.core.identity import Maker
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.lanes import Begun
 from lakeckpt.core.merge import merge, merge_states
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.state import Begun, State
+from lakeckpt.core.state import State
 from lakeckpt.core.streams.lane_batches import LaneBatches, PositionItems
 from lakeckpt.errors import StateError, StateMismatch
 from lakeckpt.wire.envelope import dumps

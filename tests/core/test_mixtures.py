@@ -68,7 +68,7 @@ def run(state: State, steps: int) -> tuple[State, Rows]:
         for step in range(first, last):
             for rank in range(plan.segment.world_size):
                 taken = plan.assignment(step, rank)
-                for source, spans, _ in taken.block.parts_of(taken.number):
+                for source, spans, *_ in taken.block.parts_of(taken.number):
                     assert sum(span.rows for span in spans) == int((taken.block.order[taken.number] == source).sum())
                     for span in spans:
                         found.update((source, span.epoch, one) for one in range(span.start, span.stop))

@@ -407,8 +407,8 @@ def test_other_loaders_and_lengths_are_refused(lake: Path) -> None:
         pack(dataset, length=4)
     with pytest.raises(ConfigError, match="check that it yields the same whenever it gets the same row"):
         assert_exactly_once(lambda rank, world_size, num_workers: loader_of(lake, rank=rank, world_size=world_size))
-    with pytest.raises(ConfigError, match="source 'a' has a transform with rows"):
-        mix({"a": (dataset, 1.0)})
+    with pytest.raises(ConfigError, match=r"source 'a' has a transform with rows.*exhausted='stop' cannot be"):
+        mix({"a": (dataset, 1.0)}, exhausted="stop")
     assert sorted(all_items(DataLoader(dataset, batch_size=None))) == EVERY
     assert dataset.state_dict()["epoch"] == 1
 

@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.state import State
 from lakeckpt.lake.storage.local import LocalStorage
-from lakeckpt.reading.windows.cache import parts_of
+from lakeckpt.reading.windows.cache import window_parts
 from lakeckpt.testing import assert_exactly_once
 
 ROWS = {"web": 300, "code": 200, "rare": 30}
@@ -119,7 +119,7 @@ def test_rows_do_not_depend_on_how_much_of_a_window_a_source_holds(
 
     whole = [rows_of(batch) for batch in take(made(), 60)]
     monkeypatch.setattr("lakeckpt.reading.windows.cache._WINDOWS", 0.5)
-    assert [parts_of(weight / 16) for weight in WEIGHTS.values()] == [3, 5, 32]
+    assert [window_parts(weight / 16) for weight in WEIGHTS.values()] == [3, 5, 32]
     loader = made()
     found = [rows_of(batch) for batch in take(loader, 25)]
     resumed = made()
@@ -348,8 +348,9 @@ def test_bad_arguments_are_refused_by_name(lake: Path, tmp_path: Path) -> None:
     with pytest.raises(errors.ConfigError, match="mix takes 1 to 1024 sources"):
         mix({})
     texts = LakeDataset(lake / "web", batch_size=8, columns=["text"])
-    with pytest.raises(errors.ConfigError, match=r"a tokenizer= or documents=.whole., so its rows have no numbers"):
-        mix({"web": (pack(texts, column="text", length=8, tokenizer=encoded), 1)})
+    for exhausted in ("stop", "continue"):
+        with pytest.raises(errors.ConfigError, match=rf"source 'web' .* only reading tells .*exhausted='{exhausted}'"):
+            mix({"web": (pack(texts, column="text", length=8, tokenizer=encoded), 1)}, exhausted=exhausted)
     sources = sources_of(lake)
     with pytest.raises(errors.ConfigError, match=r"source 'web' must be \(LakeDataset, weight\)"):
         mix({"web": sources["web"]})  # type: ignore[dict-item]
@@ -504,7 +505,7 @@ def test_packed_sources_of_other_types_of_tokens_are_refused_when_they_are_mixed
         (tmp_path / name).mkdir()
         pq.write_table(pa.table({"tokens": pa.array([[1, 2, 3]] * 9, pa.list_(kind))}), tmp_path / name / "0.parquet")
         sources[name] = (pack(LakeDataset(tmp_path / name, batch_size=2), length=4), 1.0)
-    with pytest.raises(errors.SchemaError, match=r"sources 'a' and 'b' is int32 as tokens, .* and int64 as tokens"):
+    with pytest.raises(errors.SchemaError, match=r"'tokens' of the sources 'a' and 'b' is int32 .* and int64 seq"):
         mix(sources, granularity=granularity)
 
 

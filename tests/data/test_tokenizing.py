@@ -299,3 +299,22 @@ def test_null_texts_are_refused_or_documents_without_tokens(texts: Path) -> None
 def tokenize_or_nothing(text: str) -> list[int]:
     """As `tokenize`; no token of no text."""
     return tokenize(text) if text else []
+
+
+BROKEN = {"calls": 0}
+
+
+def tokenize_at_the_second_try(text: str) -> list[int]:
+    BROKEN["calls"] += 1
+    if BROKEN["calls"] == 5:
+        raise OSError("the vocabulary is not there")
+    return tokenize(text)
+
+
+def test_an_error_of_peek_loses_no_token(texts: Path) -> None:
+    loader = LakeLoader(packed(texts, tokenizer=tokenize_at_the_second_try, batch_size=20))
+    loader.state_dict()
+    BROKEN["calls"] = 0
+    with pytest.raises(OSError, match="the vocabulary is not there"):
+        loader.peek()
+    assert sorted(tokens_of(loader)) == EVERY

@@ -275,9 +275,9 @@ def test_datasets_that_cannot_be_packed_are_refused(folder: Path, options: Any, 
         pack(LakeDataset(folder, **{"batch_size": 2, **options}), length=8, documents="whole")
 
 
-def test_mixtures_and_the_kit_for_pipelines_refuse_whole_documents(folder: Path) -> None:
+def test_mixtures_with_rows_and_the_kit_for_pipelines_refuse_whole_documents(folder: Path) -> None:
     dataset = loader_of(folder).dataset
-    with pytest.raises(ConfigError, match="by which a mixture takes turns"):
+    with pytest.raises(SchemaError, match="sources 'a' and 'b' have the columns"):
         mix({"a": (dataset, 0.5), "b": (LakeDataset(folder, batch_size=2), 0.5)})
     with pytest.raises(ConfigError, match="this kit compares what readers yield"):
         assert_exactly_once(lambda rank, world_size, num_workers: loader_of(folder), topologies=[(1, 0)])

@@ -26,7 +26,7 @@ from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.columns import forms as arrays
 from lakeckpt.reading.columns.convert import convert
 from lakeckpt.reading.columns.ragged import to_pylist
-from lakeckpt.reading.windows.cache import WindowCache, parts_of, windows_held_of
+from lakeckpt.reading.windows.cache import WindowCache, window_parts, windows_held_of
 from lakeckpt.reading.windows.decode import RowGroupDecoder
 from lakeckpt.reading.windows.lanes import Served, windows_of
 from lakeckpt.reading.windows.positions import PositionReader
@@ -207,7 +207,7 @@ def test_a_source_that_gives_few_rows_of_a_mixture_holds_a_part_of_its_window(tm
     table = write_ids(tmp_path, [[61] * 4])
     layout = EpochLayout.build(table.index.group_rows, spec, 0, 1)
     reader, decoded = spied(table, spec, 1, threads=1)
-    share, parts, rows = 1 / 512, parts_of(1 / 512), 61 * spec.window
+    share, parts, rows = 1 / 512, window_parts(1 / 512), 61 * spec.window
     assert parts == 4
     rest = (lambda start, stop: [Span(epoch=0, start=start, stop=stop)]), 3, 244
     reader.windows.follow([windows_of(rest, lambda epoch: layout, parts)], share)

@@ -1,16 +1,14 @@
-"""Threads that read ahead know when they have enough to do, and do not keep an interpreter that ends from ending."""
+"""Threads that read ahead go on after a failure, and do not keep an interpreter that ends from ending."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 
-from lakeckpt.reading.shared import Shared
-from lakeckpt.reading.windows.threads import Threads, _Pools
+from lakeckpt.reading.windows.threads import Threads
 from tests.patience import PATIENCE_S
 
 MAIN = """
@@ -42,52 +40,12 @@ def test_what_was_not_begun_when_the_interpreter_ends_is_not_done(begin: str, co
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
 
 
-def test_threads_have_enough_while_something_waits_for_one() -> None:
-    threads, begun, over = Threads(1), threading.Event(), threading.Event()
-
-    def work() -> bool:
-        begun.set()
-        return over.wait(60)
-
-    first = threads.submit(work)
-    assert begun.wait(60) and not threads.have_enough
-    second = threads.submit(over.is_set)
-    assert threads.have_enough
-    over.set()
-    assert first.result(60) and second.result(60) and not threads.have_enough
-    threads.close()
-
-
-def test_what_free_threads_have_not_come_to_yet_does_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[Callable[[], object]] = []
-
-    class NotYet:
-        """Threads that want the interpreter, which the training loop has."""
-
-        def __init__(self, *_: object, **__: object) -> None:
-            pass
-
-        def submit(self, _check: object, _pool: object, work: Callable[[], object]) -> None:
-            begun.append(work)
-
-    monkeypatch.setattr("lakeckpt.reading.windows.threads.ThreadPoolExecutor", NotYet)
-    monkeypatch.setattr("lakeckpt.reading.windows.threads._shared", Shared(_Pools))
-    threads = Threads(2)
-    threads.submit(int)
-    threads.submit(int)
-    assert not threads.have_enough
-    threads.submit(int)
-    assert threads.have_enough
-    begun.pop(0)()
-    assert not threads.have_enough
-
-
-def test_what_failed_is_over() -> None:
+def test_threads_go_on_after_work_that_failed() -> None:
     threads = Threads(1)
     for failing in [threads.submit(lambda: int("no number")) for _ in range(3)]:
         with pytest.raises(ValueError, match="no number"):
             failing.result(60)
-    assert not threads.have_enough
+    assert threads.submit(lambda: 1).result(PATIENCE_S) == 1
     threads.close()
 
 

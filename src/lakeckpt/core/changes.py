@@ -18,14 +18,16 @@ from typing import Any
 
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.lanes import Rest
-from lakeckpt.core.plan import Plan
-from lakeckpt.core.state import MAX_EPOCH, Frontier, Held, Segment, State, inside, lanes_of
+from lakeckpt.core.lanes import Left, Rest, inside
+from lakeckpt.core.plan import Plan, dealt_in
+from lakeckpt.core.state import MAX_EPOCH, Frontier, Held, Segment, State, lanes_of
 from lakeckpt.errors import StateError
 
 __all__ = [
     "MAX_SEGMENTS",
     "check_place",
+    "check_whole",
+    "dealt_anew",
     "fit_lanes",
     "moved",
     "of_each",
@@ -34,6 +36,7 @@ __all__ = [
     "rebase",
     "replan",
     "start",
+    "unread",
     "without",
 ]
 
@@ -60,14 +63,15 @@ def fit_lanes(wanted: int | None, stored: int | None, world_size: int, workers: 
 def start(identity: Identity, *, epoch: int, num_lanes: int, batch_size: int, world_size: int) -> State:
     """Return the state of the whole job before the first step of ``epoch``."""
     first = Segment(micro_batch=0, step=0, num_lanes=num_lanes, batch_size=batch_size, world_size=world_size)
-    return State(orders=(identity,), epoch=epoch, segments=(first,), step=0, held=_unread(identity, first))
+    return State(orders=(identity,), epoch=epoch, segments=(first,), step=0, held=unread((identity,), first))
 
 
-def _unread(identity: Identity, segment: Segment) -> Held | None:
+def unread(orders: Sequence[Identity], segment: Segment) -> Held | None:
     """Return the frontiers of lanes that nothing was consumed of; None in lockstep."""
-    if identity.maker is None:
+    makers = sum(one.maker is not None for one in orders)
+    if not makers:
         return None
-    nothing = (0,) * segment.num_lanes
+    nothing = (0,) * (segment.num_lanes * makers)
     return Held(ranks=Intervals.whole(segment.world_size), done=nothing, offsets=nothing)
 
 
@@ -95,37 +99,45 @@ def replan(state: State, *, num_lanes: int, batch_size: int, world_size: int) ->
     topology: dict[str, Any] = {"num_lanes": num_lanes, "batch_size": batch_size, "world_size": world_size}
     if state.segment.topology == (num_lanes, batch_size, world_size):
         return state
-    if not state.is_whole:
-        assert state.held is not None
-        raise StateError(
-            f"this is the part of the ranks {state.held.ranks} of {state.segment.world_size}, and another topology "
-            "needs the state of the whole job: lakeckpt.merge_states joins the parts of all ranks"
-        )
+    check_whole(state)
     if state.is_start or (state.step == 0 and not state.bases and state.held is None):
         return start(state.identity, epoch=state.epoch, **topology)
     plan = Plan(state)
     if plan.at_end:
         return state
     opened = Segment(micro_batch=plan.micro_batch(state.step), step=state.step, **topology)
-    if state.held is not None:
-        return _with_lanes(plan, opened)
     return opening(state, opened)
 
 
+def check_whole(state: State) -> None:
+    """Raise `StateError` if ``state`` is a part, with which no other topology can go on."""
+    if not state.is_whole:
+        assert state.held is not None
+        raise StateError(
+            f"this is the part of the ranks {state.held.ranks} of {state.segment.world_size}, and another topology "
+            "needs the state of the whole job: lakeckpt.merge_states joins the parts of all ranks"
+        )
+
+
 def opening(state: State, opened: Segment) -> State:
-    """Return ``state`` with one more segment, ``opened``, or without those that what is to come does not depend on."""
-    state = replace(state, segments=(*state.segments, opened))
+    """Return ``state`` going on in the segment ``opened``, without segments that what is to come does not depend on.
+
+    Frontiers that are held stay, if the lanes do; else all that is left is dealt anew.
+    """
+    held, before = state.held, state.segments
+    if held is not None:
+        if opened.num_lanes != state.segment.num_lanes:
+            return dealt_anew(state, opened)
+        if opened.world_size != state.segment.world_size:
+            held = replace(held, ranks=Intervals.whole(opened.world_size))
+        before = () if state.mixing is None else before
+    state = replace(state, segments=(*before, opened), held=held)
     return state if len(state.segments) <= MAX_SEGMENTS else _shortened(state)
 
 
-def _with_lanes(plan: Plan, opened: Segment) -> State:
-    """Return the state of ``plan``, which holds frontiers, going on in the segment ``opened``."""
-    state = plan.state
-    if opened.num_lanes != state.segment.num_lanes:
-        held = _unread(state.identity, opened)
-        return replace(state, segments=(opened,), bases=(plan.left,), begun=plan.begun, held=held)
-    assert state.held is not None
-    return replace(state, segments=(opened,), held=replace(state.held, ranks=Intervals.whole(opened.world_size)))
+def dealt_anew(state: State, opened: Segment) -> State:
+    """Return ``state`` with all that is left dealt to the lanes of the segment ``opened``."""
+    return without(state, opened, [{}] * len(state.orders), state.orders)
 
 
 def without(
@@ -136,26 +148,39 @@ def without(
 ) -> State:
     """Return ``state``, of the whole job, going on in the segment ``opened`` without some positions.
 
-    ``excluded`` are, for each order, positions of epochs that have begun. ``orders`` are those of epochs that begin
-    later; an epoch that has begun keeps its own.
+    ``excluded`` are, for each order, positions by epoch. ``orders`` are those of epochs that begin later; an epoch that
+    has begun, or of which positions are excluded, keeps its own.
     """
     plans = [Plan(one) for one in of_each(state)]
     bases = tuple(_rest_without(*each) for each in zip(plans, excluded, orders, strict=True))
-    first = plans[0]
-    held = _unread(first.state.identity, opened)
-    begun = () if held is None else inside(bases[0], first.state.identity, first.begun)
-    return replace(state, orders=tuple(orders), segments=(opened,), bases=bases, begun=begun, held=held)
+    return replace(
+        state,
+        orders=tuple(orders),
+        segments=(opened,),
+        bases=bases,
+        begun=tuple(
+            one
+            for plan, base in zip(plans, bases, strict=True)
+            for one in inside(base, plan.state.identity, plan.begun)
+        ),
+        held=unread(orders, opened),
+    )
 
 
 def _rest_without(plan: Plan, excluded: Mapping[int, Intervals], order: Identity) -> Rest:
-    rest, begun = plan.left, []
-    assert all(epoch < rest.next_epoch for epoch in excluded), "positions are excluded of epochs that have begun"
-    for left in rest.begun:
+    rest, state = plan.left, plan.state
+    lefts = list(rest.begun)
+    for epoch in range(rest.next_epoch, max(excluded, default=-1) + 1):  # epochs that have not begun
+        num_lanes, rotation = plan.deal.layout(epoch)
+        whole = Intervals.whole(state.rows_of(epoch))
+        lefts.append(Left(epoch=epoch, positions=whole, num_lanes=num_lanes, rotation=rotation))
+    begun = []
+    for left in lefts:
         positions = left.positions.difference(excluded.get(left.epoch, Intervals.empty()))
-        before = plan.state.order_of(left.epoch)
+        before = state.order_of(left.epoch)
         if positions or not order.endless:
             begun.append(replace(left, positions=positions, order=None if before == order else before))
-    return Rest(begun=tuple(begun), next_epoch=rest.next_epoch)
+    return Rest(begun=tuple(begun), next_epoch=rest.next_epoch + len(lefts) - len(rest.begun))
 
 
 def rebase(state: State, identity: Identity) -> State:
@@ -172,9 +197,10 @@ def rebase(state: State, identity: Identity) -> State:
 
 def _shortened(state: State) -> State:
     """Return the state without the segments that what is to come does not depend on."""
-    recuts = [Plan(one).recut for one in of_each(state)]
-    index, rests = recuts[0][0], tuple(rest for _, rest in recuts if rest is not None)
-    kept = (state.segments[index],) if index == len(state.segments) - 1 else (state.segments[index], state.segments[-1])
+    number = dealt_in(state.segments)
+    every = [one.base if one.held is not None else Plan(one).base for one in of_each(state)]
+    rests = tuple(one or Rest(begun=(), next_epoch=0) for one in every) if number or state.bases else ()
+    kept = state.segments[number : number + 1] + state.segments[max(number + 1, len(state.segments) - 1) :]
     return replace(state, bases=rests, segments=kept)
 
 
@@ -183,16 +209,17 @@ def of_each(state: State) -> list[State]:
     return [state] if state.mixing is None else [state.of(number) for number in range(len(state.orders))]
 
 
-def moved(state: State, *, step: int, frontiers: Mapping[int, Frontier]) -> State:
+def moved(state: State, *, step: int, frontiers: Mapping[Any, Frontier]) -> State:
     """Return ``state`` with ``step`` steps done, and its lanes at ``frontiers``; other lanes stay where they are.
 
-    In lockstep there are no ``frontiers``.
+    ``frontiers`` names lanes as `State.frontiers` does; in lockstep there are none.
     """
     if state.held is None:
         return state.moved(step=step)
     found = state.frontiers
     if not found.keys() >= frontiers.keys():
-        raise ValueError(f"a part with lanes {sorted(found)[:8]} has none of {sorted(frontiers.keys() - found.keys())}")
+        wrong = sorted(frontiers.keys() - found.keys())
+        raise ValueError(f"a part with lanes {sorted(found)[:8]} has none of {wrong}")
     return _holding(state.moved(step=step), None, (found | dict(frontiers)).values())
 
 
@@ -202,8 +229,9 @@ def part_of(state: State, rank: int) -> State:
     ranks = Intervals.of([(rank, rank + 1)])
     if ranks.difference(state.held.ranks):
         raise ValueError(f"a state of the ranks {state.held.ranks} has no part of rank {rank}")
-    found = state.frontiers
-    return _holding(state, ranks, [found[lane] for lane in lanes_of(state.segment, ranks).tolist()])
+    lanes = set(lanes_of(state.segment, ranks).tolist())
+    found = [one for key, one in state.frontiers.items() if (key if state.mixing is None else key[1]) in lanes]
+    return _holding(state, ranks, found)
 
 
 def _holding(state: State, ranks: Intervals | None, frontiers: Any) -> State:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from lakeckpt.core.changes import start
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.lanes import inside
 from lakeckpt.core.plan import Plan, deal_key
-from lakeckpt.core.state import State, inside
+from lakeckpt.core.state import State
 from lakeckpt.errors import StateMismatch
 
 __all__ = ["between", "consumed", "consumption", "dropped"]

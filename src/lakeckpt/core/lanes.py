@@ -36,9 +36,9 @@ from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import Tail, lane_bounds
 from lakeckpt.core.receipts import Span
-from lakeckpt.wire.documents import Count, as_row
+from lakeckpt.wire.documents import Count, Positive, as_row
 
-__all__ = ["EpochDeal", "Left", "Rest", "micro_batches", "rows_before", "spans_of", "turns"]
+__all__ = ["Begun", "EpochDeal", "Left", "Rest", "inside", "micro_batches", "rows_before", "spans_of", "turns"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -77,6 +77,28 @@ class Rest:
         if epoch >= self.next_epoch:
             return Intervals.whole(rows)
         return next((left.positions for left in self.begun if left.epoch == epoch), Intervals.empty())
+
+
+@as_row
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Begun:
+    """A position of which ``offset`` items, but not all, are consumed."""
+
+    epoch: Count
+    position: Count
+    offset: Positive
+    source: Count | None = None
+    """The number of the source of a mixture; None: there is one."""
+
+
+def inside(rest: Rest, identity: Identity, begun: tuple[Begun, ...]) -> tuple[Begun, ...]:
+    """Return those of ``begun`` whose positions are in ``rest``."""
+    kept = []
+    for epoch in dict.fromkeys(one.epoch for one in begun):
+        left, here = rest.of(epoch, identity.rows_of(epoch)), [one for one in begun if one.epoch == epoch]
+        at = np.searchsorted(left.starts, [one.position for one in here], side="right") - 1
+        kept += [one for one, which in zip(here, at, strict=True) if which >= 0 and one.position < left.stops[which]]
+    return tuple(kept)
 
 
 def turns(done: int, num_lanes: int) -> Int64Array:

@@ -45,21 +45,22 @@ def joined(cut: State, parts: Iterable[Held]) -> State:
 
     Raises `StateError` if a rank is held twice, or has another number of lanes.
     """
-    segment = cut.segment
-    done, offsets = np.full(segment.num_lanes, -1, np.int64), np.zeros(segment.num_lanes, np.int64)
+    segment, sources = cut.segment, len(cut.makers)
+    done, offsets = (np.full((sources, segment.num_lanes), -1, np.int64) for _ in range(2))
     for held in parts:
         lanes = lanes_of(segment, held.ranks)
-        if len(lanes) != len(held.done):
+        if len(lanes) * sources != len(held.done):
             raise StateError(
-                f"the ranks {held.ranks} have {len(lanes)} lanes, and the frontiers of {len(held.done)} were given"
+                f"the ranks {held.ranks} have {len(lanes) * sources} lanes, and the frontiers of {len(held.done)} were "
+                "given"
             )
-        if len(twice := lanes[done[lanes] >= 0]):
+        if len(twice := lanes[done[0, lanes] >= 0]):
             wrong = _ranks_of(cut, twice)
             raise StateError(f"two parts hold the lanes of the ranks {wrong}: give the part of each rank once")
-        done[lanes], offsets[lanes] = held.done, held.offsets
-    kept = np.flatnonzero(done >= 0)
-    every = Held(ranks=_ranks_of(cut, kept), done=tuple(done[kept].tolist()), offsets=tuple(offsets[kept].tolist()))
-    return replace(cut, held=every)
+        done[:, lanes], offsets[:, lanes] = (np.reshape(one, (sources, -1)) for one in (held.done, held.offsets))
+    kept = np.flatnonzero(done[0] >= 0)
+    found = (tuple(one[:, kept].reshape(-1).tolist()) for one in (done, offsets))
+    return replace(cut, held=Held(ranks=_ranks_of(cut, kept), done=next(found), offsets=next(found)))
 
 
 def _ranks_of(cut: State, lanes: Any) -> Intervals:
@@ -70,14 +71,16 @@ def _ranks_of(cut: State, lanes: Any) -> Intervals:
 
 
 def _differences(one: State, other: State) -> list[str]:
-    lines = one.identity.differences(other.identity, words="{} and {}")
-    if one.identity.maker != other.identity.maker:
-        lines.append(f"maker: {one.identity.maker} and {other.identity.maker}")
+    lines = []
+    for mine, its in zip(one.orders, other.orders, strict=False):
+        lines += mine.differences(its, words="{} and {}")
+        if mine.maker != its.maker:
+            lines.append(f"maker: {mine.maker} and {its.maker}")
     names = [each.name for each in fields(one) if each.name not in ("orders", "held")]
     for name in names:
-        mine, its = getattr(one, name), getattr(other, name)
-        if mine != its:
-            lines.append(f"{name}: {mine!r:.200} and {its!r:.200}")
+        values = getattr(one, name), getattr(other, name)
+        if values[0] != values[1]:
+            lines.append(f"{name}: {values[0]!r:.200} and {values[1]!r:.200}")
     return lines
 
 

@@ -12,23 +12,34 @@ a table or changes a state.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.lanes import EpochDeal, Left, Rest
+from lakeckpt.core.lanes import Begun, EpochDeal, Left, Rest, inside
 from lakeckpt.core.order import EpochLayout, OrderSpec
 from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt, Span
-from lakeckpt.core.state import Begun, Frontier, Segment, State, inside, lanes_of
+from lakeckpt.core.state import Frontier, Segment, State, lanes_of
 from lakeckpt.core.streams.mixing import Share
 from lakeckpt.core.streams.stream import StreamDeal
 from lakeckpt.errors import StateError
 
-__all__ = ["Assignment", "LaneRest", "LayoutKey", "Plan", "cut_spans", "deal_key", "deals"]
+__all__ = [
+    "Assignment",
+    "LaneRest",
+    "LayoutKey",
+    "Plan",
+    "cut_spans",
+    "deal_key",
+    "deals",
+    "dealt_in",
+    "share_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +88,7 @@ class Plan:
     def __init__(self, state: State) -> None:
         self.state = state
         self.segment = state.segment
-        self.deal, self.recut = deque(deals(state), maxlen=1).pop()
+        self.deal, self.base = deque(deals(state), maxlen=1).pop()
         self.first = self.deal.first
         """The first micro-batch of the deal."""
         self._recent: tuple[LayoutKey, ...] = ()
@@ -201,7 +212,10 @@ class Plan:
             if offset:
                 (at,) = self.lane_spans(lane, count, count + 1)
                 begun[at.epoch, at.start] = max(offset, begun.get((at.epoch, at.start), 0))
-        named = tuple(Begun(epoch=epoch, position=at, offset=begun[epoch, at]) for epoch, at in sorted(begun))
+        named = tuple(
+            Begun(epoch=epoch, position=at, offset=begun[epoch, at], source=self.state.source)
+            for epoch, at in sorted(begun)
+        )
         return inside(self.left, self.state.identity, named)
 
     @property
@@ -283,16 +297,23 @@ class Plan:
                 )
 
 
-def deals(state: State) -> Iterator[tuple[EpochDeal | StreamDeal, tuple[int, Rest | None]]]:
-    """Yield for each segment the deal it is of, and which segment that began with and with what rest (None: all)."""
-    deal, began = _deal(state, state.segments[0], state.base), (0, state.base)
-    yield deal, began
-    for index in range(1, len(state.segments)):
-        before, segment = state.segments[index - 1], state.segments[index]
+def deals(state: State) -> Iterator[tuple[EpochDeal | StreamDeal, Rest | None]]:
+    """Yield for each segment the deal it is of, and the rest that the deal began with (None: all)."""
+    deal, base = _deal(state, state.segments[0], state.base), state.base
+    yield deal, base
+    for before, segment in pairwise(state.segments):
         if deal_key(segment) != deal_key(before):
-            rest = deal.rest(segment.micro_batch)
-            deal, began = _deal(state, segment, rest), (index, rest)
-        yield deal, began
+            base = deal.rest(segment.micro_batch)
+            deal = _deal(state, segment, base)
+        yield deal, base
+
+
+def dealt_in(segments: Sequence[Segment]) -> int:
+    """Return the number of the segment with which the deal of the last one began."""
+    number = len(segments) - 1
+    while number and deal_key(segments[number - 1]) == deal_key(segments[number]):
+        number -= 1
+    return number
 
 
 def deal_key(segment: Segment) -> tuple[object, ...]:
@@ -314,18 +335,16 @@ def _deal(state: State, segment: Segment, rest: Rest | None) -> EpochDeal | Stre
             start=rest,
             unit=identity.unit,
             phase=identity.phase,
-            share=_share(state, segment),
+            share=None if state.held is not None or state.mixing is None else share_of(state, segment),
         )
     whole = Left(epoch=state.epoch, positions=Intervals.whole(identity.rows), num_lanes=num_lanes, rotation=0)
     left, tail = rest.begun[0] if rest else whole, identity.tail if state.held is None else "short"
     return EpochDeal(first=first, num_lanes=num_lanes, batch_size=batch_size, tail=tail, left=left)
 
 
-def _share(state: State, segment: Segment) -> Share | None:
-    """Return what the source of a mixture that is looked at has of each micro-batch; None: all."""
-    if state.mixing is None or state.source is None:
-        return None
-    assert segment.weights is not None
+def share_of(state: State, segment: Segment) -> Share:
+    """Return what the source of a mixture that is looked at has of each micro-batch."""
+    assert state.mixing is not None and state.source is not None and segment.weights is not None
     return Share(
         source=state.source,
         weights=segment.weights,

@@ -8,6 +8,7 @@ also says how lanes moved. A receipt does not state that its rows were *used*: a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from lakeckpt.errors import StateError
 from lakeckpt.wire.documents import Count, as_row, from_plain, to_plain
@@ -45,6 +46,13 @@ class LaneMove:
     lane: Count
     before: tuple[Count, Count]
     after: tuple[Count, Count]
+    source: Count | None = None
+    """The number of the source of a mixture whose lane it is; None: there is one."""
+
+    @property
+    def key(self) -> Any:
+        """The lane, or of a mixture (source, lane), as `lakeckpt.core.state.State.frontiers` names it."""
+        return self.lane if self.source is None else (self.source, self.lane)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

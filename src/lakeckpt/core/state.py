@@ -11,7 +11,7 @@ position that follows).
 
 The state of a mixture has several orders, one for each source, which are endless streams, and one list of segments,
 each with the weights of all sources. `State.of` looks at one source: then it is as the state of a stream of its own, of
-which each micro-batch has a share.
+which each micro-batch has a share. Of each source that has a maker, it holds the frontiers of its own lanes.
 
 From a state, `lakeckpt.core.plan` computes everything else: which rank gets which rows next, and which rows have been
 consumed. States are values: every change makes a new state. A state never lists single rows.
@@ -29,21 +29,19 @@ import numpy.typing as npt
 from lakeckpt.core.hashing import derive_key
 from lakeckpt.core.identity import MAX_ROWS, Identity, Mixing
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.lanes import Rest
+from lakeckpt.core.lanes import Begun, Rest, inside
 from lakeckpt.errors import StateError
-from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
+from lakeckpt.wire.documents import Count, as_row, from_plain, to_plain
 
 __all__ = [
     "FORMAT",
     "MAX_EPOCH",
     "MAX_LANES",
-    "Begun",
     "Frontier",
     "Held",
     "Segment",
     "State",
     "depends_on_data",
-    "inside",
     "lanes_of",
 ]
 
@@ -96,25 +94,16 @@ class Segment:
 
 
 @as_row
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Begun:
-    """A position of which ``offset`` items, but not all, are consumed."""
-
-    epoch: Count
-    position: Count
-    offset: Positive
-
-
-@as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """The frontiers of all lanes of some ranks, since the lanes were dealt."""
 
     ranks: Intervals
     done: tuple[Count, ...]
-    """For each lane of the ranks, in ascending order: the positions that are consumed."""
+    """For each lane of the ranks, in ascending order: the positions that are consumed. Of a mixture, these lanes of
+    each source that has a maker, source after source."""
     offsets: tuple[Count, ...]
-    """For each lane: the items that are consumed of the position that follows."""
+    """For each of ``done``: the items that are consumed of the position that follows."""
 
     def __post_init__(self) -> None:
         if not self.ranks or len(self.done) != len(self.offsets):
@@ -133,7 +122,8 @@ class State:
     epoch: Count
     """The current epoch; 0 if the stream is endless (it counts its epochs itself)."""
     segments: tuple[Segment, ...]
-    """At least one; the last is the current segment. Of frontiers that are held, the current segment alone."""
+    """At least one; the last is the current segment. If frontiers are held, the current segment alone; of a mixture,
+    segments with equally many lanes."""
     step: Count
     """Steps done, of this epoch; every rank has done as many."""
     bases: tuple[Rest, ...] = ()
@@ -173,8 +163,8 @@ class State:
             counts = {len(each) for each in (one.weights, one.carried) if each is not None}
             if (one.weights is None) != (self.mixing is None) or counts - {count}:
                 raise ValueError(f"the segments of {count} sources have weights for each, got {one.weights}")
-        if self.mixing is not None and (self.held is not None or not all(one.endless for one in self.orders)):
-            raise ValueError("the sources of a mixture are endless streams, whose positions yield one row each")
+        if self.mixing is not None and not all(one.endless for one in self.orders):
+            raise ValueError("the sources of a mixture are endless streams")
 
     def _check_segments(self) -> None:
         starts = [(segment.step, segment.micro_batch) for segment in self.segments]
@@ -199,22 +189,28 @@ class State:
                 raise ValueError(f"the rest names positions outside of epoch {left.epoch} of {rows} rows")
 
     def _check_begun(self) -> None:
-        keys = [(one.epoch, one.position) for one in self.begun]
+        keys = [(one.source or 0, one.epoch, one.position) for one in self.begun]
         if keys != sorted(set(keys)):
             raise ValueError(f"positions that have begun are named once and in order, got {keys[:8]}")
-        if keys and (self.base is None or inside(self.base, self.identity, self.begun) != self.begun):
-            raise ValueError(f"positions that have begun are not among those that were left: {keys[:8]}")
+        for source in dict.fromkeys(one.source for one in self.begun):
+            here, number = tuple(one for one in self.begun if one.source == source), source or 0
+            is_known = (source is None) == (self.mixing is None) and number < len(self.bases)
+            if not is_known or inside(self.bases[number], self.orders[number], here) != here:
+                raise ValueError(f"positions that have begun are not among those that were left: {keys[:8]}")
 
     def _check_held(self, held: Held) -> None:
         world_size, num_lanes = self.segment.world_size, self.segment.num_lanes
-        if len(self.segments) > 1:
+        if len(self.segments) > 1 and self.mixing is None:
             raise ValueError(f"frontiers are of the lanes of one segment, got {len(self.segments)} segments")
+        if any(one.num_lanes != num_lanes for one in self.segments):
+            raise ValueError("frontiers are of the lanes since they were dealt, and the segments have other lanes")
         if held.ranks.stops[-1] > world_size:
             raise ValueError(f"it holds the lanes of ranks {held.ranks}, of {world_size} ranks")
         count = held.ranks.size * num_lanes // world_size
-        if len(held.done) != count:
+        if len(held.done) != count * len(self.makers):
+            sources = "" if self.mixing is None else f" of each of {len(self.makers)} sources"
             raise ValueError(
-                f"{held.ranks.size} of {world_size} ranks have {count} of {num_lanes} lanes, and there are "
+                f"{held.ranks.size} of {world_size} ranks have {count} of {num_lanes} lanes{sources}, and there are "
                 f"{len(held.done)} counts of positions and {len(held.offsets)} offsets"
             )
 
@@ -228,12 +224,26 @@ class State:
         return found
 
     def of(self, source: int) -> State:
-        """Return this state, of which one source of a mixture is looked at."""
+        """Return this state, of which one source of a mixture is looked at. Only a source with a maker holds
+        frontiers, which follow from no segment before the current one."""
         assert self.mixing is not None
+        values = {name: getattr(self, name) for name in State.__slots__} | {"source": source}
+        if self.held is not None:
+            values["held"] = self._held_of(self.held, source)
+            values["begun"] = tuple(one for one in self.begun if one.source == source)
+            if values["held"] is not None:
+                values["segments"] = self.segments[-1:]
         found = object.__new__(State)
-        for name in State.__slots__:
-            object.__setattr__(found, name, source if name == "source" else getattr(self, name))
+        for name, value in values.items():
+            object.__setattr__(found, name, value)
         return found
+
+    def _held_of(self, held: Held, source: int) -> Held | None:
+        if source not in self.makers:
+            return None
+        count = len(held.done) // len(self.makers)
+        mine = slice((start := self.makers.index(source) * count), start + count)
+        return Held(ranks=held.ranks, done=held.done[mine], offsets=held.offsets[mine])
 
     @property
     def identity(self) -> Identity:
@@ -263,6 +273,11 @@ class State:
         return tuple(dict.fromkeys([*(self.order_of(left.epoch) for left in begun), self.identity]))
 
     @property
+    def makers(self) -> tuple[int, ...]:
+        """The numbers of the orders that have a maker, so that consumption depends on the data."""
+        return tuple(number for number, one in enumerate(self.orders) if one.maker is not None)
+
+    @property
     def is_endless(self) -> bool:
         """Whether the stream is endless, as those of all sources of a mixture are."""
         return self.orders[0].endless
@@ -285,14 +300,15 @@ class State:
         return lanes_of(self.segment, Intervals.empty() if self.held is None else self.held.ranks)
 
     @property
-    def frontiers(self) -> dict[int, Frontier]:
-        """Lane → frontier, for each lane whose frontier it holds."""
+    def frontiers(self) -> dict[Any, Frontier]:
+        """Lane → frontier, for each lane whose frontier it holds; of a mixture, (source, lane) → frontier."""
         held = self.held
-        return (
-            {}
-            if held is None
-            else dict(zip(self.lanes.tolist(), zip(held.done, held.offsets, strict=True), strict=True))
-        )
+        if held is None:
+            return {}
+        keys: list[Any] = self.lanes.tolist()
+        if self.mixing is not None and self.source is None:
+            keys = [(source, lane) for source in self.makers for lane in keys]
+        return dict(zip(keys, zip(held.done, held.offsets, strict=True), strict=True))
 
     @property
     def is_whole(self) -> bool:
@@ -373,13 +389,3 @@ def lanes_of(segment: Segment, ranks: Intervals) -> Int64Array:
     reads = np.concatenate([np.zeros(0, np.int64), *(np.arange(start, stop) for start, stop in ranks)])
     turns = np.arange(segment.num_lanes // world_size, dtype=np.int64)[:, None] * world_size
     return np.asarray((turns + np.sort((reads + segment.micro_batch) % world_size)).reshape(-1), np.int64)
-
-
-def inside(rest: Rest, identity: Identity, begun: tuple[Begun, ...]) -> tuple[Begun, ...]:
-    """Return those of ``begun`` whose positions are in ``rest``."""
-    kept = []
-    for epoch in dict.fromkeys(one.epoch for one in begun):
-        left, here = rest.of(epoch, identity.rows_of(epoch)), [one for one in begun if one.epoch == epoch]
-        at = np.searchsorted(left.starts, [one.position for one in here], side="right") - 1
-        kept += [one for one, which in zip(here, at, strict=True) if which >= 0 and one.position < left.stops[which]]
-    return tuple(kept)

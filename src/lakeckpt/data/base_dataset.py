@@ -98,7 +98,11 @@ class BaseDataset(IterableDataset[Any]):
 
     def _reading(self, rank: int) -> Iterator[Any]:
         """Return (receipt, batch) of each step of ``rank`` that is left of the epoch."""
-        return Ahead(self._source, self._progress.stretches(), rank, row_wise=self.row_wise)
+        return self._completed(Ahead(self._source, self._progress.stretches(), rank, row_wise=self.row_wise))
+
+    def _completed(self, found: Iterator[Any]) -> Iterator[Any]:
+        """Return ``found``, (receipt, batch) of each step, with the receipts as they are known after reading."""
+        return found
 
     def _iterate(self, rank: int, iteration: int) -> Generator[Any]:
         progress = self._progress
@@ -137,7 +141,7 @@ def shown_loader(loader: Any) -> str:
 
 def _what(dataset: Any) -> str:
     """Return the table of one dataset, and how its rows become sequences."""
-    maker = getattr(dataset._source, "maker", None) if getattr(dataset, "yields_many", False) else None
+    maker = getattr(dataset._source if hasattr(dataset, "_source") else dataset.source, "maker", None)
     packing = dataset.packing if maker is None else maker if maker.length else None
     uri = repr(dataset.table.uri)
     return uri if packing is None else f"{uri} in sequences of {packing.length} tokens"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from torch.utils.data import get_worker_info
@@ -155,16 +154,16 @@ class LakeDataset(BaseDataset):
 
     def _read(self, pinned: Pinned, transform: Any) -> None:
         """Begin to read ``pinned`` from its start."""
-        options, size, describes = self.options, self.batch_size or 1, None
+        options, size, describes = self.options, self.batch_size or 1, list[Any]()
         if self.yields_many:
             self._source, size = source_of(self, options, pinned, transform)
-            describes = self._source.describe
+            describes = [self._source.describe]
         else:
             self._source = BatchSource(
                 pinned, output=self.output, options=options, transform=transform, row_wise=self.row_wise
             )
         self._progress = Progress(
-            Orders([pinned], accepted=[options.accept_changes], describes=describes),
+            Orders([pinned], accepted=[options.accept_changes], describes=describes or None),
             batch_size=size,
             num_lanes=options.num_lanes,
             row_wise=self.row_wise,
@@ -183,26 +182,19 @@ class LakeDataset(BaseDataset):
         if self.follow is not None:
             raise ConfigError("a table that is followed can be neither packed nor mixed: leave follow= out")
 
-    def _changed(self, **changes: Any) -> LakeDataset:
-        """Return a dataset that reads the same table from its start, with ``changes`` of what is `Pinned`."""
-        self._check_not_followed()
+    def _remade(self, pinned: Pinned, transform: Any, *, many: str = "") -> LakeDataset:
+        """Return a dataset that reads ``pinned`` from its start, as this one does otherwise.
+
+        ``many`` is what the user wrote, by which a row yields any number of rows; empty: it yields one. Raises
+        `ConfigError` if the arguments of this dataset do not go with that.
+        """
         made = object.__new__(LakeDataset)
         made.__dict__.update(self.__dict__)
-        made.columns = changes.get("columns", self.columns)
-        made._read(replace(self._versions.at_hand, **changes), self._source.transform)
-        return made
-
-    def _as_flow(self, pinned: Pinned, transform: Any, name: str) -> LakeDataset:
-        """Return a dataset that reads ``pinned`` from its start, and yields any number of rows of each row of it.
-
-        Raises `ConfigError` if the arguments of this dataset do not go with that; ``name`` says what the user wrote.
-        """
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        made.has_transform = made.yields_many = True
-        drops, begun = pinned.tail == "drop", pinned.table.index.rest is not None
-        check_flow(made, self.options, "many", endless=pinned.endless, drops=drops, begun=begun, name=name)
         made.columns = pinned.columns
+        if many:
+            made.has_transform = made.yields_many = True
+            drops, begun = pinned.tail == "drop", pinned.table.index.rest is not None
+            check_flow(made, self.options, "many", endless=pinned.endless, drops=drops, begun=begun, name=many)
         made._read(pinned, transform)
         return made
 

@@ -216,6 +216,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         self._start()
         assert self._early is not None
         place, found = self._early
+        self._early = None  # after an error, the next iteration begins to read anew
         self._progress.begin_iteration()
         held = []
         for receipt, batch in found:
@@ -223,7 +224,6 @@ class LakeLoader(Prepared, DataLoader[Any]):
             if gives(receipt, self._row_wise):
                 self._early = place, itertools.chain(held, found)
                 return batch
-        self._early = None
         return None
 
     def _turn(self) -> None:
@@ -259,7 +259,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
             read = self._counting.reads(self._started()).read
             beginning = Beginning(state=progress.state, rank=rank)
             found = (
-                read(progress.assignments(rank), beginning)
+                self.dataset._completed(read(progress.assignments(rank), beginning))
                 if feed is None
                 else feed.of_workers(self.num_workers, read, beginning)
             )

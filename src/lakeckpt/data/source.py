@@ -34,7 +34,7 @@ from lakeckpt.reading.packed.packing import Packing
 from lakeckpt.reading.packed.sequences import with_ends
 from lakeckpt.reading.packed.whole import WholeDecoder
 from lakeckpt.reading.packed.window import SequenceDecoder
-from lakeckpt.reading.windows.cache import Decoding, parts_of, windows_held_of
+from lakeckpt.reading.windows.cache import Decoding, window_parts, windows_held_of
 from lakeckpt.reading.windows.decode import RowGroupDecoder, select_columns
 from lakeckpt.reading.windows.lanes import windows_of
 from lakeckpt.reading.windows.positions import Opened, PositionReader
@@ -148,7 +148,7 @@ class BatchSource(Iterations):
     def follow(self, reader: PositionReader, plan: Plan, turns: Iterable[tuple[int, int]], share: float = 1.0) -> None:
         """Have ``reader``, one of `new_reader`, read ahead lanes of ``plan``, given as (turn, lane). ``share``: see
         `lakeckpt.reading.windows.cache.WindowCache.follow`."""
-        rests, parts = [plan.lane_rest(lane, turn) for turn, lane in turns], parts_of(share)
+        rests, parts = [plan.lane_rest(lane, turn) for turn, lane in turns], window_parts(share)
         found = (windows_of(one, lambda epoch: self._layout(plan.layout(epoch)), parts) for one in rests)
         reader.windows.follow(found, share)
 

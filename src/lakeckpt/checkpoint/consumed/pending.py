@@ -14,6 +14,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
+<<<<<<< HEAD
+=======
+from lakeckpt.core.consumption import consumption
+from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.read_ahead import BASES, Basis
+from lakeckpt.core.state import State
+>>>>>>> house
 from lakeckpt.errors import WireDamaged
 from lakeckpt.tracking.steps import StepRecord
 from lakeckpt.wire.documents import from_plain, to_plain
@@ -24,6 +31,7 @@ __all__ = [
     "joined",
     "pending_from_bytes",
     "pending_to_bytes",
+    "positions",
     "since",
     "unstated",
 ]
@@ -42,6 +50,12 @@ class PendingRecord:
     def __post_init__(self) -> None:
         if not 0 <= self.first <= self.step:
             raise WireDamaged(f"a pending record goes from step {self.first} to {self.step}")
+
+
+def positions(begin: State, end: State) -> Mapping[int, Intervals]:
+    """Return the positions that a record states for what was consumed from ``begin`` to ``end``: epoch → positions. Of
+    a mixture, none: they follow from the states (`lakeckpt.checkpoint.ledger.records`)."""
+    return {} if begin.mixing is not None else consumption(begin, end)
 
 
 def since(pending: Sequence[PendingRecord], recorded: int) -> tuple[PendingRecord, ...]:

@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lakeckpt.checkpoint.consumed.pending import PendingRecord
+from lakeckpt.checkpoint.consumed.pending import PendingRecord, positions
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.fields import Digest
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
-from lakeckpt.core.consumption import consumption
 from lakeckpt.core.merge import joined
 from lakeckpt.core.state import Held, State, depends_on_data
 from lakeckpt.errors import StateError, TrackingError
@@ -107,7 +106,7 @@ def _merged_record(name: str, own: PendingRecord, every: Sequence[Mapping[tuple[
         own.record,
         state=states[-1].to_plain(),
         stretches=tuple(
-            replace(one, begin=begin.to_plain(), end=end.to_plain(), consumed=consumption(begin, end))
+            replace(one, begin=begin.to_plain(), end=end.to_plain(), consumed=positions(begin, end))
             for begin, end, one in pairs
         ),
     )

@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lakeckpt.checkpoint.consumed.excluded import Opening
-from lakeckpt.checkpoint.consumed.pending import PendingRecord
+from lakeckpt.checkpoint.consumed.pending import PendingRecord, positions
 from lakeckpt.checkpoint.format.manifest import Excluded, ReaderRecord, Stretch
-from lakeckpt.core.consumption import consumption
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.read_ahead import Given, ReadAhead
 from lakeckpt.core.state import State, depends_on_data
@@ -175,6 +174,13 @@ class ReaderTrack:
         if opening is not None:
             state = opening.begin.to_plain() if step == opening.step else state
             found = [] if step == opening.step else [(opening.begin, opening.end), *found]
+<<<<<<< HEAD
+=======
+        stretches = [(begin.to_plain(), end.to_plain(), positions(begin, end)) for begin, end in found]
+        if self._basis == "suspected" and not stretches:
+            # Nothing was consumed, and the suspicion must be recorded.
+            stretches = [(dict(state), dict(state), {})]
+>>>>>>> house
         record = ReaderRecord(
             state=state,
             stretches=tuple(

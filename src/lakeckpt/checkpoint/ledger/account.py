@@ -280,7 +280,9 @@ def _units(tip: State) -> tuple[str, str]:
         return ("sequence", "sequence") if tip.identity.unit > 1 else ("row", "row")
     if maker.how and not maker.name:  # whole documents
         return "window", "sequence"
-    return "row", "token" if maker.length else "row"
+    if not maker.length:
+        return "row", "row"
+    return "row", "token" if tip.mixing is None else "sequence"
 
 
 def _status(epoch: int, tip: State, claim: Piece | None) -> EpochStatus:

@@ -26,6 +26,7 @@ from lakeckpt.core.changes import replan
 from lakeckpt.core.consumption import consumed, consumption
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.core.lanes import Begun
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
 from lakeckpt.errors import StateMismatch
@@ -172,7 +173,7 @@ class ReaderWalk:
     def _check_begun(self, manifest: Manifest, begin: State) -> None:
         """Positions of which some items were consumed must go on where they stopped."""
         before = self._latest
-        if before is not None and before.epoch == begin.epoch and Plan(before).begun != Plan(begin).begun:
+        if before is not None and before.epoch == begin.epoch and _begun(before) != _begun(begin):
             self.doubt(
                 f"slot {manifest.slot}: rows of epoch {begin.epoch} of which some items were consumed go on elsewhere "
                 "than where they stopped: the items between were lost, or repeated"
@@ -226,6 +227,26 @@ class ReaderWalk:
         for manifest, record in self._records:
             for stretch in record.record.stretches:
                 attempt = manifest.attempt if stretch.attempt < 0 else stretch.attempt
+<<<<<<< HEAD
                 stated[attempt] = stated.get(attempt, True) and stretch.basis == "stated"
         unstated = sum(not one for one in stated.values())
         return f"{unstated:,} of {len(stated):,} attempts" if unstated else ""
+=======
+                by_attempt.setdefault(attempt, []).append((manifest.step, stretch))
+        inferred = 0
+        for attempt, stretches in by_attempt.items():
+            suspected = next(((step, one.reason) for step, one in stretches if one.basis == "suspected"), None)
+            if suspected is not None:
+                self.doubt(
+                    f"attempt {attempt}, up to step {suspected[0]:,}: {suspected[1]}: rows may count as consumed that "
+                    "no step used. Call manager.step(batch)"
+                )
+            else:
+                inferred += any(one.basis != "stated" for _, one in stretches)
+        self.inferred = f"{inferred:,} of {len(by_attempt):,} attempts" if inferred else ""
+
+
+def _begun(state: State) -> list[Begun]:
+    """Return the positions that have begun. The number of a source changes if another one joins a mixture."""
+    return [replace(one, source=None) for one in Plan(state).begun]
+>>>>>>> house

@@ -81,7 +81,11 @@ class LaneBatches(Iterator[LaneBatch]):
     def __next__(self) -> LaneBatch:
         if self._is_over:
             raise StopIteration
-        pieces, left = list[Piece](), self._batch_size
+        return self.take(self._batch_size)
+
+    def take(self, count: int) -> LaneBatch:
+        """Return the next ``count`` items of the lane, or fewer where it ends, as a micro-batch."""
+        pieces, left = list[Piece](), count
         while left and self._has_item():
             start = self._at
             self._at = min(len(self._items), start + left)

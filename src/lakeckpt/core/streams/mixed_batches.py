@@ -6,15 +6,15 @@ imports the standard library and numpy only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.plan import LayoutKey, cut_spans
-from lakeckpt.core.receipts import Receipt, Span
+from lakeckpt.core.plan import LayoutKey, Plan, cut_spans
+from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt, Span
 from lakeckpt.wire.documents import to_plain
 
 __all__ = ["AnyReceipt", "MixedAssignment", "MixedBlock", "MixedReceipt", "Part", "planned_receipt"]
@@ -49,13 +49,17 @@ class MixedReceipt(_Planned):
     rows: int
     """Its rows, of all sources."""
     spans: tuple[tuple[str, tuple[Span, ...]], ...]
-    """(source, its positions in the order of its rows), of the sources that have rows in it; each names its epochs."""
+    """(source, its positions in the order of its rows), of the sources that have rows in it; each names its epochs. If
+    the consumption of a source depends on the data: the positions whose items it holds, in part or all, or that yielded
+    none."""
     epoch: int = 0
     """0: sources count their epochs themselves."""
     reader: str = ""
     """`lakeckpt.core.state.State.digest`; empty: not named."""
     last: bool | None = field(default=None, compare=False)
     """As in `lakeckpt.Receipt`."""
+    moves: tuple[LaneMove, ...] = ()
+    """How its lane of each source whose consumption depends on the data moved."""
     items: ClassVar[None] = None
 
     @property
@@ -87,6 +91,16 @@ class MixedReceipt(_Planned):
             step_rows=rows * self.world_size,
         )
 
+    def with_reads(self, names: tuple[str, ...], reads: Mapping[int, LaneRead]) -> MixedReceipt:
+        """Return the receipt with what was read of sources whose consumption depends on the data: ``reads``, by the
+        numbers of ``names``."""
+        spans = dict(self.spans) | {names[source]: one.spans for source, one in reads.items()}
+        return replace(
+            self,
+            spans=tuple((name, spans[name]) for name in names if name in spans),
+            moves=tuple(one.move for _, one in sorted(reads.items())),
+        )
+
     def to_plain(self) -> dict[str, object]:
         """Return the receipt as JSON-able values."""
         found: dict[str, object] = to_plain(self)
@@ -96,7 +110,7 @@ class MixedReceipt(_Planned):
 def planned_receipt(planned: Callable[[], Spans], **fields: Any) -> MixedReceipt:
     """Return the receipt of all ``fields`` but ``spans``, which ``planned`` returns."""
     found = object.__new__(MixedReceipt)
-    for name, value in {"_planned": planned, "epoch": 0, **fields}.items():
+    for name, value in {"_planned": planned, "epoch": 0, "moves": (), **fields}.items():
         object.__setattr__(found, name, value)
     return found
 
@@ -113,6 +127,9 @@ class Part(NamedTuple):
     spans: tuple[Span, ...]
     layouts: tuple[LayoutKey, ...]
     """As in `lakeckpt.core.plan.Assignment`."""
+    rows: int
+    plan: Plan | None = None
+    """If the consumption of the source depends on the data, the plan by which its lanes go on, in place of spans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -134,14 +151,20 @@ class MixedBlock:
         """Return what the sources give to micro-batch ``number`` of the block."""
         starts, stops = self.before[number], self.before[number + 1]
         return [
-            Part(source, tuple(cut_spans(spans, starts[source], stops[source])), layouts)
-            for source, spans, layouts in self.parts
-            if starts[source] < stops[source]
+            Part(
+                one.source,
+                tuple(cut_spans(one.spans, starts[one.source], stops[one.source])),
+                one.layouts,
+                stops[one.source] - starts[one.source],
+                one.plan,
+            )
+            for one in self.parts
+            if starts[one.source] < stops[one.source]
         ]
 
     def spans_of(self, number: int, names: Sequence[str]) -> Spans:
         """Return the `MixedReceipt.spans` of micro-batch ``number``; ``names`` are those of the sources."""
-        return tuple((names[part.source], part.spans) for part in self.parts_of(number))
+        return tuple((names[part.source], part.spans) for part in self.parts_of(number) if part.spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

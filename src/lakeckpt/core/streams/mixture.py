@@ -2,7 +2,8 @@
 
 Micro-batch m of a mixture comes from one lane, as any other, and lane l of the mixture reads lane l of each source.
 `State.of` shows the state as one source sees it, and `lakeckpt.core.plan.Plan` plans that source as a stream of which
-each micro-batch has a share. So the ledger derives from one record what each source consumed.
+each micro-batch has a share. So the ledger derives from one record what each source consumed. Of a source that has a
+maker, the plan says how many rows a micro-batch has; which positions these take, only reading tells.
 
 Weights change where a segment begins: by `reweighed`, at the steps of a schedule, or where a source is used up. The
 last two are pure functions of the state, so that every rank and every worker finds the same step (`stretches`).
@@ -19,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from lakeckpt.core.changes import opening, replan, without
+from lakeckpt.core.changes import check_whole, dealt_anew, opening, replan, unread, without
 from lakeckpt.core.identity import Identity, Mixing
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Rest, turns
-from lakeckpt.core.plan import Plan
+from lakeckpt.core.plan import Plan, dealt_in, share_of
 from lakeckpt.core.state import Segment, State
 from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, Part, planned_receipt
 from lakeckpt.core.streams.mixing import Share, fractions
@@ -54,6 +55,8 @@ class MixedPlan:
         self.state, self.segment = state, state.segment
         self.mixing, self.weights = state.mixing, state.segment.weights
         self._plans: dict[int, Plan] = {}
+        self._shares: dict[int, Share] = {}
+        self._makers = frozenset(state.makers)
         self._blocks: dict[int, MixedBlock] = {}
         """Lane → the block that was planned last."""
 
@@ -70,9 +73,9 @@ class MixedPlan:
 
     def share(self, number: int) -> Share:
         """Return the share of a source in the micro-batches of the current segment."""
-        share = self._deal(number).share
-        assert share is not None
-        return share
+        if number not in self._shares:
+            self._shares[number] = share_of(self.state.of(number), self.segment)
+        return self._shares[number]
 
     @cached_property
     def _reader(self) -> str:
@@ -81,7 +84,7 @@ class MixedPlan:
     @cached_property
     def first(self) -> int:
         """The first micro-batch of the deal of the current segment."""
-        return self.source(0).first
+        return self.state.segments[dealt_in(self.state.segments)].micro_batch
 
     @cached_property
     def change(self) -> tuple[int, tuple[int, ...] | None] | None:
@@ -185,10 +188,12 @@ class MixedPlan:
         before = np.concatenate([np.zeros((1, sources), np.int64), np.cumsum(rows, axis=0)]).tolist()
         parts = []
         for source, given in enumerate(before[-1]):
-            if given:
+            if given and source in self._makers:
+                parts.append(Part(source, (), (), given, self.source(source)))
+            elif given:
                 plan, start = self.source(source), self.share(source).before_one(lane, turn, size)
                 spans = self._deal(source).lane_spans(lane, start, start + given)
-                parts.append(Part(source, tuple(spans), plan.layouts_of(spans)))
+                parts.append(Part(source, tuple(spans), plan.layouts_of(spans), given))
         return MixedBlock(turn=turn, whole=self.mixing.whole, order=order, parts=tuple(parts), before=before)
 
 
@@ -200,24 +205,32 @@ def plan_of(state: State) -> Plan | MixedPlan:
 def started(mixing: Mixing, orders: tuple[Identity, ...], topology: Mapping[str, Any]) -> State:
     """Return the state of a mixture before its first step. ``topology``: num_lanes, batch_size, world_size."""
     first = Segment(micro_batch=0, step=0, weights=mixing.weights, **topology)
-    return State(orders=orders, mixing=mixing, epoch=0, segments=(first,), step=0)
+    return State(orders=orders, mixing=mixing, epoch=0, segments=(first,), step=0, held=unread(orders, first))
 
 
 def joined(state: State, mixing: Mixing, orders: tuple[Identity, ...]) -> State:
     """Return ``state`` going on as ``mixing``, which has its sources and others. Those begin at their first rows, and
     all go on with the first weights of ``mixing``."""
     assert state.mixing is not None
-    rests = {name: Plan(state.of(number)).left for number, name in enumerate(state.mixing.names)}
+    check_whole(state)
     opened = replace(
         state.segment,
         micro_batch=MixedPlan(state).micro_batch(state.step),
         step=state.step,
-        weights=mixing.weights,
         carried=None,
     )
-    unread = Rest(begun=(), next_epoch=0)
-    bases = tuple(rests.get(name, unread) for name in mixing.names)
-    return replace(state, orders=orders, mixing=mixing, segments=(opened,), bases=bases)
+    dealt, numbers = dealt_anew(state, opened), [mixing.names.index(name) for name in state.mixing.names]
+    rests = dict(zip(numbers, dealt.bases, strict=True))
+    begun = [replace(one, source=numbers[one.source or 0]) for one in dealt.begun]
+    return replace(
+        dealt,
+        orders=orders,
+        mixing=mixing,
+        segments=(opened := replace(opened, weights=mixing.weights),),
+        bases=tuple(rests.get(number, Rest(begun=(), next_epoch=0)) for number in range(len(orders))),
+        begun=tuple(sorted(begun, key=lambda one: (one.source or 0, one.epoch, one.position))),
+        held=unread(orders, opened),
+    )
 
 
 def replanned(state: State, topology: Mapping[str, Any]) -> State:
@@ -225,6 +238,7 @@ def replanned(state: State, topology: Mapping[str, Any]) -> State:
     before = _topology(state)
     if before == topology:
         return state
+    check_whole(state)
     segment = state.segment
     if before | {"world_size": topology["world_size"]} == topology:  # the deal goes on: micro-batches stay as they are
         return _opened(state, topology, segment.weights, segment.carried)
@@ -251,7 +265,7 @@ def _opened(
 ) -> State:
     if state.step == 0 and not state.bases:
         first = Segment(micro_batch=0, step=0, weights=weights, **topology)
-        return replace(state, segments=(first,))
+        return replace(state, segments=(first,), held=unread(state.orders, first))
     number = MixedPlan(state).micro_batch(state.step)
     segment = Segment(micro_batch=number, step=state.step, weights=weights, carried=carried, **topology)
     return opening(state, segment)

@@ -46,6 +46,7 @@ class FlowReading(Iterator[tuple[Receipt, Found]]):
         begins = {lane: begin for lane, begin in self._plan.open_lanes(rank).items() if owns(lane)}
         self._open = {lane: self._batches(lane, begin) for lane, begin in begins.items()}
         self._rows.follow({lane: done for lane, (done, _) in begins.items()})
+        self._rows.fill()
 
     def _batches(self, lane: int, begin: Frontier) -> LaneBatches:
         positions = self._rows.positions(lane, begin[0])

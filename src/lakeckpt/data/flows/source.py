@@ -23,7 +23,7 @@ from lakeckpt.core.state import State
 from lakeckpt.core.streams.lane_batches import LaneBatch, PositionItems
 from lakeckpt.data.flows.calls import collate, empty_of, maker_of, rows_of_row
 from lakeckpt.data.flows.fingerprints import rows_digest
-from lakeckpt.data.source import BatchSource, row_of
+from lakeckpt.data.source import BatchSource, delivered, row_of
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.windows.positions import PositionReader
 
@@ -87,8 +87,18 @@ class FlowSource(BatchSource):
         assert self._transform is not None
         return rows_of_row(self._transform, row_of(columns, row), span, seed=self._spec.seed)
 
+    @property
+    def items_of_row(self) -> int:
+        """How many items make a row of a batch."""
+        return 1
+
     def stacked(self, made: LaneBatch) -> dict[str, Any] | None:
-        """Return the items of a micro-batch as columns; None where there are none."""
+        """Return the items of a micro-batch as columns; None if it has none."""
+        found = self.columns_of(made)
+        return None if found is None else delivered(found)
+
+    def columns_of(self, made: LaneBatch) -> dict[str, Any] | None:
+        """Return `stacked` before `lakeckpt.data.source.delivered` is called, so that rows can be taken of it."""
         return collate(made.items, output=self.output) if made.count else None
 
     def empty(self, state: State) -> dict[str, Any]:
@@ -113,9 +123,9 @@ class LaneRows:
     nobody reads.
     """
 
-    def __init__(self, source: FlowSource, plan: Plan, lanes: int) -> None:
+    def __init__(self, source: FlowSource, plan: Plan, lanes: int, *, reader: PositionReader | None = None) -> None:
         self._source, self._plan, self._lanes = source, plan, lanes
-        self._reader: PositionReader | None = source.new_reader(lanes)
+        self._reader: PositionReader | None = source.new_reader(lanes) if reader is None else reader
 
     def close(self) -> None:
         """Drop what was decoded, and end the threads."""
@@ -128,11 +138,15 @@ class LaneRows:
             self._source.end(self._reader, self._lanes)
             self._reader = None
 
-    def follow(self, begins: Mapping[int, int]) -> None:
-        """Read ahead the lanes of ``begins``, each from so many positions on."""
+    def follow(self, begins: Mapping[int, int], share: float = 1.0) -> None:
+        """Read ahead the lanes of ``begins``, each from so many positions on, once the reader's room is filled."""
         assert self._reader is not None
         turns = [(done, lane) for lane, done in begins.items()]  # a turn of a flow's deal is a position
-        self._source.follow(self._reader, self._plan, turns)
+        self._source.follow(self._reader, self._plan, turns, share)
+
+    def fill(self) -> None:
+        """Have the reader read ahead."""
+        assert self._reader is not None
         self._reader.windows.fill()
 
     def positions(self, lane: int, done: int) -> Iterator[PositionItems]:

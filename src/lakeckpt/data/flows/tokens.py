@@ -27,6 +27,7 @@ from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.errors import ConfigError, SchemaError, shown
 from lakeckpt.lake.table.schema import check_agreed
 from lakeckpt.reading.columns.gather import cut
+from lakeckpt.reading.columns.ragged import map_column
 from lakeckpt.reading.packed.packing import COLUMNS
 from lakeckpt.reading.packed.sequences import NO_LABEL, Sequences, with_ends
 
@@ -117,7 +118,12 @@ class TokenSource(FlowSource):
         found: Any = tokenizing.tokens(columns[tokenizing.column][row], where)
         return found  # type: ignore[no-any-return]
 
-    def stacked(self, made: LaneBatch) -> dict[str, Any] | None:
+    @property
+    def items_of_row(self) -> int:
+        """The tokens of a sequence."""
+        return self._tokenizing.length
+
+    def columns_of(self, made: LaneBatch) -> dict[str, Any] | None:
         """Return the tokens of a micro-batch as sequences; None where there are none."""
         return given(_sequences(made, self._tokenizing), self.output) if made.count else None
 
@@ -129,7 +135,7 @@ class TokenSource(FlowSource):
 
 def given(columns: Mapping[str, Any], output: str) -> dict[str, Any]:
     """Return arrays as what ``output`` says: "torch" makes tensors of them."""
-    return {name: torch.from_numpy(one) if output == "torch" else one for name, one in columns.items()}
+    return {name: map_column(one, torch.from_numpy) if output == "torch" else one for name, one in columns.items()}
 
 
 def no_sequences(length: int, columns: Sequence[str], *, dtype: Any = np.int32) -> dict[str, npt.NDArray[Any]]:
@@ -139,8 +145,11 @@ def no_sequences(length: int, columns: Sequence[str], *, dtype: Any = np.int32) 
     return with_ends(cut(found.columns(columns), 0, 0, lambda array: array))
 
 
-def _sequences(made: LaneBatch, tokenizing: Tokenizing) -> dict[str, npt.NDArray[Any]]:
-    """Return the pieces of documents in ``made``, one after another, cut into sequences; padding is one more piece."""
+def _sequences(made: LaneBatch, tokenizing: Tokenizing) -> dict[str, Any]:
+    """Return the pieces of documents in ``made``, one after another, cut into sequences; padding is one more piece.
+
+    ``cu_seqlens`` has the lengths of the pieces in each sequence.
+    """
     length, count = tokenizing.length, made.count
     rows = -(-count // length)
     padding = np.full(rows * length - count, tokenizing.padding)
@@ -153,7 +162,7 @@ def _sequences(made: LaneBatch, tokenizing: Tokenizing) -> dict[str, npt.NDArray
         follows = labels[bounds[1:] - 1]
     paddings = np.searchsorted(bounds, [count] * (len(padding) > 0))
     found = Sequences(tokens.reshape(rows, length), bounds, paddings=paddings, follows=follows)
-    return with_ends(cut(found.columns(tokenizing.columns), 0, rows, lambda array: array))
+    return cut(found.columns(tokenizing.columns), 0, rows, lambda array: array)
 
 
 def _labels(ids: Any, start: int, stop: int) -> npt.NDArray[np.int64]:

@@ -18,7 +18,6 @@ from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.flows.tokens import given, no_sequences
 from lakeckpt.reading.columns.gather import cut, join_rows
 from lakeckpt.reading.packed.packing import Packing
-from lakeckpt.reading.packed.sequences import with_ends
 from lakeckpt.reading.packed.whole import COLUMN
 
 __all__ = ["WholeSource"]
@@ -48,12 +47,12 @@ class WholeSource(FlowSource):
         found: Sequence[Any] = columns[COLUMN][row]
         return found
 
-    def stacked(self, made: LaneBatch) -> dict[str, Any] | None:
+    def columns_of(self, made: LaneBatch) -> dict[str, Any] | None:
         """Return the sequences of a micro-batch; None where there are none."""
         names = self._packing.columns
         cuts: Any = [cut(window.columns(names), start, stop, _as_it_is) for window, start, stop in _windows(made)]
         columns: Any = join_rows(cuts) if cuts else None
-        return None if columns is None else given(with_ends(columns), self.output)
+        return None if columns is None else given(columns, self.output)
 
     def empty(self, state: State) -> dict[str, Any]:
         """Return the columns of a batch without sequences."""

@@ -26,7 +26,8 @@ class Orders:
     """The orders of one source, or of those of ``mixing``. A source is an order, or what makes one.
 
     ``accepted`` are the differences between states and each source that the user accepts; none by default.
-    ``describes`` says what makes any number of items of each row, and reads a few rows for it; None: nothing does.
+    ``describes`` says of each source what makes any number of items of each row, and reads a few rows for it; None:
+    nothing does.
     """
 
     def __init__(
@@ -34,13 +35,13 @@ class Orders:
         sources: Sequence[Identity | Pinned],
         *,
         accepted: Sequence[Collection[str]] | None = None,
-        describes: Callable[[Identity], Maker] | None = None,
+        describes: Sequence[Callable[[Identity], Maker] | None] | None = None,
         mixing: Mixing | None = None,
     ) -> None:
         self.mixing = mixing
         self._sources = tuple(sources)
         self._accepted = [frozenset[str]()] * len(sources) if accepted is None else list(map(frozenset, accepted))
-        self._describes = describes
+        self._describes = [None] * len(sources) if describes is None else list(describes)
         self._known: dict[int, Identity] = {}
         """Source → its order, once it was asked for."""
 
@@ -53,7 +54,7 @@ class Orders:
 
     def order(self, number: int = 0) -> Identity:
         """Return the order of the rows of a source. If its rows are filtered, asking for it counts them."""
-        found, source = self._known.get(number), self._sources[number]
+        found, source, describes = self._known.get(number), self._sources[number], self._describes[number]
         if found is not None:
             return found
         if isinstance(source, Identity):
@@ -64,7 +65,7 @@ class Orders:
             if self.mixing is None:
                 raise
             raise ConfigError(f"source {self.mixing.names[number]!r} of the mixture cannot be read: {error}") from error
-        found = self._known[number] = found if self._describes is None else replace(found, maker=self._describes(found))
+        found = self._known[number] = found if describes is None else replace(found, maker=describes(found))
         return found
 
     @property
@@ -86,15 +87,21 @@ class Orders:
         """Return the state of which `State.to_plain` made ``plain``. Raises StateError if it is none, or of another
         kind: of a mixture, or of rows whose number depends on the data."""
         found = State.from_plain(plain)
-        is_mixture, depends = self.mixing is not None, self._describes is not None
+        is_mixture = self.mixing is not None
         if is_mixture != (found.mixing is not None):
             there, here = ("one dataset", "a mixture") if is_mixture else ("a mixture", "one dataset")
             raise StateError(f"this is the state of {there}, and this loader reads {here}")
-        if depends != (found.held is not None):
+        if not is_mixture:
+            self._check_kind(found.orders[0], 0)
+        return found
+
+    def _check_kind(self, its: Identity, number: int) -> None:
+        """Raise StateError if consumption depends on the data here and not in the state, or there and not here."""
+        depends = self._describes[number] is not None
+        if depends != (its.maker is not None):
             kinds = "each row is one row", 'rows give any number of rows (rows="many", a tokenizer=, whole documents)'
             there, here = kinds if depends else kinds[::-1]
             raise StateError(f"in this dataset {here}, and the state was saved by a reader in which {there}")
-        return found
 
     def taken(self, state: State, *, elsewhere: bool, follows: bool, ahead: int) -> tuple[State, Orders]:
         """Return ``state`` in these orders, and the orders with what it decides.
@@ -106,13 +113,13 @@ class Orders:
         Raises StateMismatch if it belongs to other orders; StateError if it is a part of a state, or if no job reaches
         it.
         """
-        if self.mixing is not None:
-            return self._mixed(self.mixing, state), self
         if state.held is not None and not state.is_whole:
             raise StateError(
                 f"this is the part of the ranks {state.held.ranks} of {state.segment.world_size}: "
                 "lakeckpt.merge_states joins the states of all ranks, and every rank loads the result"
             )
+        if self.mixing is not None:
+            return self._mixed(self.mixing, state), self
         given, its, mine = state, state.identity, self.order()
         if follows and its.tail != "drop":
             mine = replace(mine, tail=its.tail)
@@ -139,6 +146,7 @@ class Orders:
         for number, (name, order) in enumerate(zip(mixing.names, self.every, strict=True)):
             found[name] = replace(order, phase=its[name].phase) if name in its else order
             try:
+                self._check_kind(its.get(name, order), number)
                 differences = differing(found[name], its.get(name, order), kept=self._kept(number))
                 check_accepted(differences, accepted=self._accepted[number])
             except StateError as error:

@@ -17,10 +17,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from lakeckpt.core.changes import moved, part_of
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.receipts import EPOCH_NUMBERS, Receipt
+from lakeckpt.core.receipts import EPOCH_NUMBERS
 from lakeckpt.core.state import Frontier, State
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
 from lakeckpt.core.streams.mixture import MixedPlan, plan_of
@@ -41,7 +42,7 @@ class Run:
     """Its end; of a state that is a part, the part of this rank."""
     ended_without_step: bool = False
     """True if an epoch ended without a step, and no other state shows that: the ledger must have the run."""
-    receipts: deque[Receipt] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    receipts: deque[AnyReceipt] = field(default_factory=lambda: deque(maxlen=_RECENT))
     """The receipts delivered last, the one before the start included, if consumption depends on the data. Steps follow
     one another."""
     delivered: State | None = None
@@ -75,11 +76,11 @@ class Run:
 
     def after(self, receipt: AnyReceipt) -> State:
         """Return the state of all up to ``receipt``, which was delivered in this run: what came later is undone."""
-        frontiers: dict[int, Frontier] = {}
+        frontiers: dict[Any, Frontier] = {}
         for one in reversed(self.receipts):
             if one.step == receipt.step:
                 break
-            frontiers |= {move.lane: move.before for move in reversed(one.moves)}
+            frontiers |= {move.key: move.before for move in reversed(one.moves)}
         return moved(self.delivered or self.end, step=receipt.step + 1, frontiers=frontiers)
 
     def cut(self, state: State) -> None:
@@ -102,8 +103,8 @@ class Runs:
         self._state: State | None = None
         self.reached = 0
         """The steps that were delivered. `state` makes a state of it: one for each micro-batch would be felt."""
-        self._moved: dict[int, Frontier] = {}
-        """Lane → the frontier that was delivered, and that ``_state`` does not have yet."""
+        self._moved: dict[Any, Frontier] = {}
+        """Lane (of a mixture, source and lane) → the frontier delivered, which ``_state`` does not have yet."""
         self.origin: State | None = None
         """The state of the whole job that the last run began with; None: nothing is read."""
 
@@ -206,11 +207,11 @@ class Runs:
     def advance(self, receipt: AnyReceipt) -> None:
         """Note that the loop got what ``receipt`` is of."""
         assert self.reached == receipt.step, f"{receipt} was delivered at step {self.reached}"
-        if receipt.items is not None:
-            assert self._state is not None
+        assert self._state is not None
+        if self._state.held is not None:
             if receipt.world_size > 1 and self._state.is_whole:  # lanes of other ranks move elsewhere from now on
                 self._begin(part_of(self._state, receipt.rank))
-            self._moved |= {move.lane: move.after for move in receipt.moves}
+            self._moved |= {move.key: move.after for move in receipt.moves}
             self._every[-1].receipts.append(receipt)
         self.reached = receipt.step + 1
 

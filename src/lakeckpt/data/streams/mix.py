@@ -16,6 +16,8 @@ from lakeckpt.core.identity import Mixing
 from lakeckpt.core.streams.mixing import MAX_SOURCES
 from lakeckpt.data.base_dataset import BaseDataset
 from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.flows.source import FlowSource
+from lakeckpt.data.flows.tokens import Tokenizing
 from lakeckpt.data.options import one_of, optional, whole
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.orders import Orders, checked_weights
@@ -23,6 +25,7 @@ from lakeckpt.data.place.progress import Progress
 from lakeckpt.data.place.reader import TableReader
 from lakeckpt.data.place.versions import Versions
 from lakeckpt.data.source import BatchSource
+from lakeckpt.data.streams.mixed_flows import Completed
 from lakeckpt.data.streams.mixed_source import MixedSource
 from lakeckpt.data.transform import CarriedRows
 from lakeckpt.errors import ConfigError, SchemaError
@@ -48,11 +51,13 @@ def mix(
     source_column: str | None = None,
     memory_limit_bytes: int | None = None,
 ) -> MixedDataset:
-    """Return a dataset that reads rows, or packed sequences, of several datasets in the proportion of their weights.
+    """Return a dataset that reads rows, or sequences, of several datasets in the proportion of their weights.
 
     Each source has its own table version, order and epochs, and every row of it counts exactly once in each of its
-    epochs. Which source a row comes from depends on the weights, the seed and the place of the row alone. Of the first
-    n rows of a lane, each source has its share to within two rows, counted from the last change of weights or lanes on.
+    epochs. Sources may be of any kind: rows, packed sequences, texts that are tokenized where they are read, whole
+    documents, and rows that a transform yields (``rows="many"``). Which source a row comes from depends on the weights,
+    the seed and the place of the row alone. Of the first n rows of a lane, each source has its share to within two
+    rows, counted from the last change of weights or lanes on.
 
         mixed = lakeckpt.mix({"web": (web, 0.7), "code": (code, 0.3)}, batch_size=8)
         loader = lakeckpt.LakeLoader(mixed, num_workers=2)
@@ -71,7 +76,8 @@ def mix(
             ``"next_epoch"``: it goes on with its next epoch; the mixture never ends. ``"stop"``: the mixture ends.
             ``"continue"``: the others go on with its share, and the mixture ends when all are through. A source that is
             through has a few rows left, fewer than a step takes of each lane; they are not read, and `lakeckpt audit`
-            lists them as to come.
+            lists them as to come. With a source whose consumption depends on the data (``tokenizer=``,
+            ``documents="whole"``, ``rows="many"``), only ``"next_epoch"`` can be.
         schedule: (step, weights) pairs, ascending, at most 1,000: from this step of the loader on, these weights hold.
             `LakeLoader.set_weights` changes them at any other step.
         source_column: a name under which each batch also holds the number of each row's source, in the order of
@@ -80,12 +86,13 @@ def mix(
 
     A batch has a `MixedReceipt`. ``lakeckpt audit`` counts the rows of each source, as ``"reader.web"`` and so on. If a
     run is restored, its weights go on. A source that the run did not have begins at its first row; then the weights
-    given here hold. Raises `ConfigError`, `SchemaError`.
+    given here hold. With a source whose consumption depends on the data, the state of one of several ranks is its part:
+    see `lakeckpt.merge_states`. Raises `ConfigError`, `SchemaError`.
     """
     if not isinstance(sources, Mapping) or not 1 <= len(sources) <= MAX_SOURCES:
         raise ConfigError(f"mix takes 1 to {MAX_SOURCES} sources, as name → (LakeDataset, weight)")
     for name, one in sources.items():
-        _check_source(name, one)
+        _check_source(name, one, exhausted=exhausted)
     names = tuple(sources)
     mixing = Mixing(
         names=names,
@@ -129,16 +136,19 @@ class MixedDataset(BaseDataset):
         self._explicit_rank, self._dp_group = every[0]._explicit_rank, every[0]._dp_group
         pinned = [replace(one._versions.at_hand, endless=True) for one in every]
         accepted = [one.options.accept_changes for one in every]
-        orders = Orders(pinned, accepted=accepted, mixing=mixing)
+        sources = [_source_of(one, where) for one, where in zip(every, pinned, strict=True)]
+        self.yields_many = any(one.yields_many for one in every)
+        describes = [one.describe if isinstance(one, FlowSource) else None for one in sources]
+        orders = Orders(pinned, accepted=accepted, describes=describes, mixing=mixing)
         self._progress = Progress(orders, batch_size=batch_size, num_lanes=num_lanes)
         self.sources = {
-            name: _table_of(name, one, where, self._progress, number)
-            for number, ((name, one), where) in enumerate(zip(datasets.items(), pinned, strict=True))
+            name: TableReader(Versions(where, source, self._progress, one.options, number=number), name)
+            for number, ((name, one), where, source) in enumerate(zip(datasets.items(), pinned, sources, strict=True))
         }
         """Name → the source that is read."""
         self._source = MixedSource(
             mixing.names,
-            [one.source for one in self.sources.values()],
+            sources,
             source_column=source_column,
             memory_limit_bytes=memory_limit_bytes,
         )
@@ -163,6 +173,9 @@ class MixedDataset(BaseDataset):
     def __len__(self) -> int:
         raise TypeError("a mixture has no length: its sources are endless streams")
 
+    def _completed(self, found: Iterator[Any]) -> Iterator[Any]:
+        return Completed(found) if self.yields_many else found
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all that was yielded (plain types)."""
         self._progress.settle(self.topology[1], 0)
@@ -181,16 +194,14 @@ class MixedDataset(BaseDataset):
         raise ConfigError("a mixture has no epoch to begin again: load a state, or make a new mixture")
 
 
-def _table_of(name: str, dataset: LakeDataset, pinned: Pinned, progress: Progress, number: int) -> TableReader:
-    """Return the source ``number`` of a mixture, which ``dataset`` describes, and which reads ``pinned``."""
-    options = dataset.options
-    source = BatchSource(
-        pinned, output=dataset.output, options=options, transform=dataset._source.transform, row_wise=False
-    )
-    return TableReader(Versions(pinned, source, progress, options, number=number), name)
+def _source_of(dataset: LakeDataset, pinned: Pinned) -> BatchSource:
+    """Return what reads ``pinned`` for the source that ``dataset`` describes."""
+    kind: type[BatchSource] = type(dataset._source)
+    transform = dataset._source.transform
+    return kind(pinned, output=dataset.output, options=dataset.options, transform=transform, row_wise=False)
 
 
-def _check_source(name: Any, given: Any) -> None:
+def _check_source(name: Any, given: Any, *, exhausted: str) -> None:
     if not isinstance(name, str) or not name or "/" in name:
         raise ConfigError(f"sources have non-empty names without '/', got {name!r}")
     if isinstance(given, tuple) and given and isinstance(given[0], MixedDataset):
@@ -199,10 +210,10 @@ def _check_source(name: Any, given: Any) -> None:
         raise ConfigError(f"source {name!r} must be (LakeDataset, weight), got {given!r:.80}")
     dataset = given[0]
     dataset._check_not_followed()
-    if dataset.yields_many:
+    if dataset.yields_many and exhausted != "next_epoch":
         raise ConfigError(
-            f'source {name!r} has a transform with rows="many", a tokenizer= or documents="whole", so its rows have no '
-            "numbers, by which a mixture takes turns"
+            f'source {name!r} has a transform with rows="many", a tokenizer= or documents="whole", so that only '
+            f"reading tells when its first epoch ends: exhausted={exhausted!r} cannot be; leave it at 'next_epoch'"
         )
     if dataset.row_wise or dataset.output == "arrow":
         raise ConfigError(f'source {name!r} must have a batch_size, and output="torch" or "numpy"')
@@ -249,25 +260,34 @@ def _check_alike(datasets: Mapping[str, LakeDataset]) -> None:
             raise ConfigError(f"{pair} have output={first.output!r} and {one.output!r}: give both the same")
         if (one._explicit_rank, one._dp_group) != (first._explicit_rank, first._dp_group):
             raise ConfigError(f"{pair} are read for different ranks: give both the same rank= and world_size=")
-        if not (one.has_transform or first.has_transform):
-            _check_columns(pair, first, one)
+        if (mine := _columns_of(first)) is not None and (its := _columns_of(one)) is not None:
+            _check_columns(pair, mine, its)
 
 
-def _delivered(one: LakeDataset) -> str:
-    """Return what the tokens of a packed dataset are delivered as."""
-    if one.packing is None:
-        return ""
-    return f"{one.packing.dtype_in(one.table.schema)} as {', '.join(one.packing.columns)}"
+def _columns_of(one: LakeDataset) -> dict[str, str] | None:
+    """Return the columns that a dataset delivers, and their types; None: its transform decides."""
+    transform, packing = one._source.transform, one.packing
+    if isinstance(transform, Tokenizing):
+        return {name: _kind_of(name, transform.length, "int32") for name in transform.columns}
+    if transform is not None:
+        return None
+    if packing is None:
+        return {field.name: str(field.type) for field in select_columns(one.table.schema, one.columns)}
+    dtype = str(packing.dtype_in(one.table.schema))
+    return {name: _kind_of(name, packing.length, dtype) for name in packing.columns}
 
 
-def _check_columns(pair: str, first: LakeDataset, other: LakeDataset) -> None:
-    mine, its = (
-        {field.name: field.type for field in select_columns(one.table.schema, one.columns)} for one in (first, other)
-    )
-    if first.packing is not None or other.packing is not None:
-        mine, its = ({str(one.packing): _delivered(one)} for one in (first, other))
+def _kind_of(column: str, length: int, dtype: str) -> str:
+    """Return the type of a column of sequences."""
+    return f"{dtype if column == 'tokens' else 'of'} sequences of {length} tokens"
+
+
+def _check_columns(pair: str, mine: Mapping[str, str], its: Mapping[str, str]) -> None:
     if mine.keys() != its.keys():
         raise SchemaError(f"{pair} have the columns {sorted(mine)} and {sorted(its)}: name the same in columns=")
     for name, kind in mine.items():
         if kind != its[name]:
-            raise SchemaError(f"column {name!r} of the {pair} is {kind} and {its[name]}: cast one, by transform=")
+            raise SchemaError(
+                f"column {name!r} of the {pair} is {kind} and {its[name]}: make them one type, in the tables or by "
+                "transform="
+            )

@@ -15,11 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lakeckpt.core.plan import Plan
 from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, MixedReceipt, Part
 from lakeckpt.core.streams.mixture import MixedPlan
 from lakeckpt.data.batch import Batch
+from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.memory import Budget, budget_of
 from lakeckpt.data.source import BatchSource, Iterations, delivered
+from lakeckpt.data.streams.mixed_flows import FlowLanes, FlowRows
 from lakeckpt.errors import SchemaError
 from lakeckpt.reading.columns.gather import cut, gather, new_array
 from lakeckpt.reading.columns.ragged import Ragged
@@ -35,10 +38,14 @@ _NOT_NUMPY = {torch.bfloat16: torch.int16}
 class _Read:
     """Rows that are read together: those of a block, or of one of its micro-batches."""
 
-    def __init__(self, block: MixedBlock, order: npt.NDArray[np.uint16], parts: list[tuple[Part, Opened]]) -> None:
+    def __init__(
+        self, block: MixedBlock, order: npt.NDArray[np.uint16], parts: list[tuple[Part, Opened | FlowLanes]]
+    ) -> None:
         self.block, self.order, self.parts = block, order, parts
         self.columns: dict[str, Any] | None = None
         """The rows, once they are taken."""
+        self.flows: dict[int, FlowRows] = {}
+        """Source → what was taken of it, if its consumption depends on the data."""
 
 
 class _Opened(NamedTuple):
@@ -72,8 +79,10 @@ class MixedSource(Iterations):
         super().__init__()
         self.memory_limit_bytes = memory_limit_bytes
         self._names, self._sources, self._source_column = tuple(names), tuple(sources), source_column
-        self._changing = frozenset(number for number, one in enumerate(sources) if one.transform is not None)
-        """The sources whose rows go through a transform."""
+        self._changing = frozenset(
+            number for number, one in enumerate(sources) if one.transform is not None or isinstance(one, FlowSource)
+        )
+        """The sources whose rows go through a transform, or whose consumption depends on the data."""
         self._budgets: dict[int, Budget] = {}
         """The memory that the sources share, by the lanes of their readers."""
 
@@ -88,7 +97,11 @@ class MixedSource(Iterations):
     def follow(self, readers: _Readers, plan: MixedPlan, turns: Sequence[tuple[int, int]]) -> None:
         """Have ``readers`` read ahead lanes of ``plan``, given as (turn, lane)."""
         for number, weight in enumerate(plan.weights):
-            if weight or readers.has(number):
+            if number in plan.state.makers:
+                if weight and not readers.has(number):
+                    lanes = [(plan.first + lane) % plan.segment.num_lanes for _, lane in turns]
+                    readers.flow(number, plan.source(number)).follow(lanes, weight / sum(plan.weights))
+            elif weight or readers.has(number):
                 mine, share = turns if weight else [], weight / sum(plan.weights)
                 self._sources[number].follow(readers.of(number), plan.source(number), mine, share)
 
@@ -97,7 +110,8 @@ class MixedSource(Iterations):
         `new_reader` made. Raises `LakeckptError`."""
         block, number, lane = assignment.block, assignment.number, assignment.receipt.lane
         size = len(block.order[number])
-        # A transform gets the rows of one micro-batch, and the rows of one source are delivered without a copy.
+        # A transform gets the rows of one micro-batch, as a source does whose consumption depends on the data, and the
+        # rows of one source are delivered without a copy.
         if block.whole or (self._changing and any(part.source in self._changing for part in block.parts)):
             if number == 0:
                 readers.windows.fill()
@@ -111,7 +125,12 @@ class MixedSource(Iterations):
     def _begun(
         self, readers: _Readers, block: MixedBlock, order: npt.NDArray[np.uint16], parts: Sequence[Part]
     ) -> _Read:
-        opened = [self._sources[one.source].open_spans(readers.of(one.source), one.spans, one.layouts) for one in parts]
+        opened = [
+            self._sources[one.source].open_spans(readers.of(one.source), one.spans, one.layouts)
+            if one.plan is None
+            else readers.flow(one.source, one.plan)
+            for one in parts
+        ]
         return _Read(block, order, list(zip(parts, opened, strict=True)))
 
     def take(self, readers: _Readers, opened: _Opened, receipt: MixedReceipt) -> Batch:
@@ -132,12 +151,20 @@ class MixedSource(Iterations):
                     "have one: name another one"
                 )
             found[self._source_column] = self._numbers(read.order[start:stop])
+        if read.flows:
+            receipt = receipt.with_reads(self._names, {source: one.read for source, one in read.flows.items()})
         return Batch(found, receipt)  # type: ignore[arg-type]
 
     def _taken(self, readers: _Readers, read: _Read, receipt: MixedReceipt) -> dict[str, Any]:
         """Return the columns of all rows of ``read``."""
         raw = len(read.order) > receipt.rows
-        columns = [self._columns(readers, part, opened, receipt, raw=raw) for part, opened in read.parts]
+        columns = []
+        for part, opened in read.parts:
+            if isinstance(opened, FlowLanes):
+                read.flows[part.source] = opened.take(receipt.lane, part.rows)
+                columns.append(read.flows[part.source].columns)
+            else:
+                columns.append(self._columns(readers, part, opened, receipt, raw=raw))
         if len(columns) == 1:
             return columns[0]
         sources = [part.source for part, _ in read.parts]
@@ -187,6 +214,7 @@ class _Readers:
     def __init__(self, sources: Sequence[BatchSource], lanes: int, budget: Budget) -> None:
         self._sources, self._lanes, self._budget = sources, lanes, budget
         self._readers: dict[int, PositionReader] = {}
+        self._flows: dict[int, FlowLanes] = {}
         self.blocks: dict[int, _Read] = {}
         """Lane → its block that is read."""
 
@@ -195,6 +223,14 @@ class _Readers:
         if source not in self._readers:
             self._readers[source] = self._sources[source].new_reader(self._lanes, self._budget)
         return self._readers[source]
+
+    def flow(self, source: int, plan: Plan) -> FlowLanes:
+        """Return the lanes of a source whose consumption depends on the data, from the frontiers of ``plan`` on."""
+        if source not in self._flows:
+            flow = self._sources[source]
+            assert isinstance(flow, FlowSource)
+            self._flows[source] = FlowLanes(flow, plan, self.of(source), self._lanes)
+        return self._flows[source]
 
     def has(self, source: int) -> bool:
         """Return whether a source was read."""
@@ -216,7 +252,7 @@ class _Readers:
 
     def clear(self) -> None:
         """Drop all windows."""
-        self.blocks = {}
+        self.blocks, self._flows = {}, {}
         for one in self._readers.values():
             one.clear()
 

@@ -121,7 +121,8 @@ def pack(
         drops_long=too_long == "drop",
     )
     if tokenizer is None and not packing.whole:
-        return dataset._changed(columns=[column], packing=packing)
+        pinned = replace(dataset._versions.at_hand, columns=[column], packing=packing)
+        return dataset._remade(pinned, dataset._source.transform)
     if tokenizer is not None and dtype is not None:
         raise ConfigError("dtype= is of a column of bytes, and tokenizer= takes a column of texts: leave one out")
     name = 'documents="whole"' if packing.whole else "a tokenizer="
@@ -140,6 +141,7 @@ def _check(dataset: Any, length: Any) -> None:
         raise ConfigError("pack takes one dataset, and this is a mixture: pack its sources, and mix them then")
     if not isinstance(dataset, LakeDataset):
         raise ConfigError(f"pack takes a lakeckpt.LakeDataset, got {type(dataset).__name__}")
+    dataset._check_not_followed()
     if dataset.yields_many:
         raise ConfigError('pack takes documents as rows of a table, and this dataset has a transform with rows="many"')
     if dataset.row_wise:
@@ -168,7 +170,7 @@ def _tokenized(dataset: LakeDataset, tokenizing: Tokenizing) -> LakeDataset:
     check_text(pinned.table.schema, tokenizing.column)
     if dataset.has_transform or dataset.options.text != "str":
         raise ConfigError('pack with a tokenizer= needs a dataset without transform=, and ReadOptions(text="str")')
-    return dataset._as_flow(replace(pinned, columns=[tokenizing.column]), tokenizing, 'rows="many"')
+    return dataset._remade(replace(pinned, columns=[tokenizing.column]), tokenizing, many='rows="many"')
 
 
 def _whole_documents(dataset: LakeDataset, packing: Packing) -> LakeDataset:
@@ -178,7 +180,7 @@ def _whole_documents(dataset: LakeDataset, packing: Packing) -> LakeDataset:
             'documents="whole" needs a dataset without transform=: a state would not say what was made of a sequence'
         )
     pinned = replace(dataset._versions.at_hand, columns=[packing.column], packing=packing)
-    return dataset._as_flow(pinned, None, 'documents="whole"')
+    return dataset._remade(pinned, None, many='documents="whole"')
 
 
 def _columns(columns: Any, *, labels: bool) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from lakeckpt.reading.windows.room import Room
 from lakeckpt.reading.windows.threads import Threads
 from lakeckpt.reading.windows.window import Array, DecodedWindow, WindowDecoder
 
-__all__ = ["Decoding", "WindowCache", "parts_of", "windows_held_of"]
+__all__ = ["Decoding", "WindowCache", "window_parts", "windows_held_of"]
 
 _WINDOWS = 128
 """The most windows that sources of a mixture hold open together in each lane, if each is large enough for its part."""
@@ -45,7 +45,7 @@ def windows_held_of(lanes: int) -> int:
     return lanes + max(lanes, 2)
 
 
-def parts_of(share: float) -> int:
+def window_parts(share: float) -> int:
     """Return in how many parts a reader holds each window, if a ``share`` of the rows of the loop are its own.
 
     A source that gives few rows would hold a window for a long time. It holds a part, and decodes the window again for
@@ -139,7 +139,7 @@ class WindowCache:
         are needed that those of all readers of a room are about as many as one reader would read ahead.
         """
         self._lanes, self._share = [FollowedLane(one) for one in lanes], share
-        self._parts = parts_of(share)
+        self._parts = window_parts(share)
         for window in list(self._all.values()):
             if not window.served.size:
                 self.drop(window)
