@@ -14,13 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
-<<<<<<< HEAD
-=======
 from lakeckpt.core.consumption import consumption
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.read_ahead import BASES, Basis
 from lakeckpt.core.state import State
->>>>>>> house
 from lakeckpt.errors import WireDamaged
 from lakeckpt.tracking.steps import StepRecord
 from lakeckpt.wire.documents import from_plain, to_plain

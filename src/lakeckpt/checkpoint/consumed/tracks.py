@@ -174,20 +174,13 @@ class ReaderTrack:
         if opening is not None:
             state = opening.begin.to_plain() if step == opening.step else state
             found = [] if step == opening.step else [(opening.begin, opening.end), *found]
-<<<<<<< HEAD
-=======
-        stretches = [(begin.to_plain(), end.to_plain(), positions(begin, end)) for begin, end in found]
-        if self._basis == "suspected" and not stretches:
-            # Nothing was consumed, and the suspicion must be recorded.
-            stretches = [(dict(state), dict(state), {})]
->>>>>>> house
         record = ReaderRecord(
             state=state,
             stretches=tuple(
                 Stretch(
                     begin=begin.to_plain(),
                     end=end.to_plain(),
-                    consumed={} if begin.mixing is not None else consumption(begin, end),
+                    consumed=positions(begin, end),
                     basis="stated" if self._is_stated else "delivered",
                     attempt=self._attempt,
                 )

@@ -227,26 +227,11 @@ class ReaderWalk:
         for manifest, record in self._records:
             for stretch in record.record.stretches:
                 attempt = manifest.attempt if stretch.attempt < 0 else stretch.attempt
-<<<<<<< HEAD
                 stated[attempt] = stated.get(attempt, True) and stretch.basis == "stated"
         unstated = sum(not one for one in stated.values())
         return f"{unstated:,} of {len(stated):,} attempts" if unstated else ""
-=======
-                by_attempt.setdefault(attempt, []).append((manifest.step, stretch))
-        inferred = 0
-        for attempt, stretches in by_attempt.items():
-            suspected = next(((step, one.reason) for step, one in stretches if one.basis == "suspected"), None)
-            if suspected is not None:
-                self.doubt(
-                    f"attempt {attempt}, up to step {suspected[0]:,}: {suspected[1]}: rows may count as consumed that "
-                    "no step used. Call manager.step(batch)"
-                )
-            else:
-                inferred += any(one.basis != "stated" for _, one in stretches)
-        self.inferred = f"{inferred:,} of {len(by_attempt):,} attempts" if inferred else ""
 
 
 def _begun(state: State) -> list[Begun]:
     """Return the positions that have begun. The number of a source changes if another one joins a mixture."""
     return [replace(one, source=None) for one in Plan(state).begun]
->>>>>>> house
