@@ -30,7 +30,7 @@ from lakeckpt.checkpoint.format.manifest import Manifest, entry_to_bytes
 from lakeckpt.checkpoint.format.verified_reads import fetch_register
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.persist.log import read_log, slot_path
-from lakeckpt.checkpoint.restore.candidates import RunLog, newest_checkpoint
+from lakeckpt.checkpoint.restore.run_log import RunLog, newest_checkpoint
 from lakeckpt.lake.storage.local import LocalStorage
 
 

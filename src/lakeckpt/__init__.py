@@ -39,7 +39,7 @@ _PUBLIC = {
     "ReadOptions": "lakeckpt.data.options",
     "ReadAheadWarning": "lakeckpt.data.place.deliveries",
     "Receipt": "lakeckpt.core.receipts",
-    "RestoreReport": "lakeckpt.checkpoint.restore.trial",
+    "RestoreReport": "lakeckpt.checkpoint.restore.restorer",
     "SaveHandle": "lakeckpt.checkpoint.report",
     "Table": "lakeckpt.lake.table.table",
     "TransformContext": "lakeckpt.data.transform",
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     from lakeckpt.checkpoint.load import load
     from lakeckpt.checkpoint.manager import CheckpointManager
     from lakeckpt.checkpoint.report import SaveHandle
-    from lakeckpt.checkpoint.restore.trial import RestoreReport
+    from lakeckpt.checkpoint.restore.restorer import RestoreReport
     from lakeckpt.core.merge import merge_states
     from lakeckpt.core.receipts import Receipt
     from lakeckpt.core.streams.mixed_batches import MixedReceipt

@@ -142,6 +142,11 @@ class EventWaiter:
                 self.time_s += seconds  # nothing will come any more: let the deadline pass
             self._mine.seen = self.storage.count
 
+    def look(self) -> None:
+        """Let the ranks look again: one has left a note, which is not in storage."""
+        with self.storage.changed:
+            self.storage._notify()
+
     def died(self) -> None:
         with self.storage.changed:
             self.someone_died = True
@@ -233,6 +238,8 @@ def run_ranks(world_size: int, body: Callable[[int, HubExchange], Any], *, waite
         except BaseException as error:
             results[rank] = error
             hub.leave(rank)
+            for waiter in waiters:
+                waiter.look()
 
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:

@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.agent.orders import Order, Outcome
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.restore import restorer
+from lakeckpt.checkpoint.restore import applying
 from lakeckpt.errors import (
     AgentError,
     ArenaError,
@@ -460,7 +460,7 @@ def test_a_rank_that_cannot_say_what_it_reads_is_heard_by_both_and_nobody_waits_
             raise StorageError("the cause")
         return {}
 
-    monkeypatch.setattr(restorer, "opened_versions", versions)
+    monkeypatch.setattr(applying, "opened_versions", versions)
     storage = MemoryStorage()
 
     def body(rank: int, exchange: HubExchange) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import not_rolled_back, read_history
 from lakeckpt.checkpoint.persist.log import read_log
-from lakeckpt.checkpoint.restore.candidates import RunLog, before_orders
-from lakeckpt.checkpoint.restore.rollback import roll_back
+from lakeckpt.checkpoint.restore.run_log import RunLog, before_orders
+from lakeckpt.checkpoint.rollback import roll_back
 from lakeckpt.errors import AttemptSuperseded
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager
 from tests.faults.faulty_storage import Fault, FaultyStorage, Killed

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lakeckpt.checkpoint.format.parts import PartRecord
+from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import list_slots, put_entry, read_log
 from lakeckpt.checkpoint.restore.from_storage import load
@@ -403,8 +404,8 @@ def save_again(storage: MemoryStorage, world_size: int) -> None:
     good(run_ranks(world_size, body, waiters=[waiter]))
 
 
-def test_files_that_no_rank_needs_any_more_are_verified_all_the_same() -> None:
-    """From 3 ranks to 1: the buffers of ranks 1 and 2 are read by nobody, and damage in them counts."""
+def test_damage_of_what_no_rank_needs_stops_no_restore_and_verify_names_it() -> None:
+    """From 3 ranks to 1: the buffers of ranks 1 and 2 are read by nobody."""
     storage = MemoryStorage()
     waiter = EventWaiter(storage)
 
@@ -419,9 +420,10 @@ def test_files_that_no_rank_needs_any_more_are_verified_all_the_same() -> None:
     last = sorted(name for name in storage.objects if name.startswith("objects/"))[-1]
     assert "/00002-" in last
     storage.objects[last] = changed(storage.objects[last])
-    fresh = manager(storage, {"own": Counter()})
-    with pytest.warns(UserWarning, match="not whole"):
-        assert fresh.restore() == 1
+    own = Counter()
+    assert manager(storage, {"own": own}).restore() == 2
+    assert own.value.tolist() == [0.0] * 4
+    assert [one.path for one in verify(storage).every_damage] == [last]
 
 
 def test_a_misfit_on_one_rank_stops_all_and_changes_none() -> None:

@@ -16,7 +16,7 @@ from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import list_slots, read_log
-from lakeckpt.checkpoint.restore.rollback import roll_back
+from lakeckpt.checkpoint.rollback import roll_back
 from lakeckpt.cli.main import main
 from lakeckpt.errors import (
     AttemptSuperseded,

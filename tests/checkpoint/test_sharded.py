@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 import lakeckpt.checkpoint.state.loaded as loaded_module
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
-from lakeckpt.checkpoint.format.sharing import Sharing, Tiling, are_tiled, is_part_key, part_key, tilings_of
+from lakeckpt.checkpoint.format.sharing import Sharing, Tiling, are_tiled, is_part_key, part_key, tilings_of, untiled
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.state.tensors import empty_for
 from lakeckpt.checkpoint.state.tree import flatten
-from lakeckpt.checkpoint.state.wholes import SavedPart, Whole, untiled, wholes_of
+from lakeckpt.checkpoint.state.wholes import SavedPart, Whole, wholes_of
 from lakeckpt.convert import read_state
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, UnsupportedValue
 from lakeckpt.lake.storage.local import LocalStorage
@@ -235,12 +235,11 @@ def test_parts_make_up_a_whole_where_every_element_is_in_one_of_them_and_in_no_o
     for offsets, sizes in parts:
         times[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))] += 1
     inside = times[tuple(slice(size) for size in shape)]
-    fits = all(at + size <= most for part in parts for at, size, most in zip(*part, shape, strict=True))
-    assert (untiled(shape, parts) is None) == (fits and bool((inside == 1).all()))
+    once = bool((inside == 1).all()) and bool(times.sum() == inside.sum())
+    assert (untiled(shape, parts) is None) == once
     specs = {part_key("x", offsets, shape): sizes for offsets, sizes in parts}
     if 0 < len(specs) == len(parts):  # no rank has two parts of one tensor at one place
-        nowhere_else = bool(times.sum() == inside.sum())
-        assert are_tiled(tilings_of_ranks(specs, shape)) == (nowhere_else and bool((inside == 1).all()))
+        assert are_tiled(tilings_of_ranks(specs, shape)) == once
 
 
 def tilings_of_ranks(
@@ -282,7 +281,9 @@ def test_parts_that_overlap_lie_outside_or_leave_something_out_are_told() -> Non
     assert untiled((2, 4), [((0, 0), (1, 2)), ((0, 2), (2, 2)), ((1, 0), (1, 2))]) is None, "no grid"
     assert untiled((4,), [((0,), (4,)), ((2,), (0,))]) is None, "an empty part within another"
     twice = [((0,), (2,)), ((4,), (2,)), ((0,), (2,))]  # and as many are left out, in whatever order they come
-    assert [untiled((6,), parts) for parts in itertools.permutations(twice)] == ["parts at (0,) and (0,) overlap"] * 6
+    assert [untiled((6,), parts) for parts in itertools.permutations(twice)] == [
+        "its parts overlap, or lie outside of it"
+    ] * 6
     for wrong in ([((0,), (3,)), ((2,), (1,))], [((0,), (5,))], [((0,), (3,))], [((0, 0), (2, 2))], []):
         assert untiled((4,), wrong) is not None  # type: ignore[arg-type]
     spec = TensorSpec(key="x", dtype="float32", shape=(4,))

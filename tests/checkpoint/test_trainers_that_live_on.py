@@ -18,7 +18,7 @@ from lakeckpt import LakeDataset, LakeLoader, open_table
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import list_slots, read_log
-from lakeckpt.checkpoint.restore.rollback import roll_back
+from lakeckpt.checkpoint.rollback import roll_back
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StateMismatch
 from tests.checkpoint.rig import (
     Counter,

@@ -13,5 +13,6 @@
                         |
                         [report] → handle, `on_save`; [outage]: a failed save is tried again
 
-    a run → [load]: objects; [ledger/]: the proof; [interop/]: formats of others.    [format/]: values of all of these
+    a run → [load]: objects; [ledger/]: the proof; [interop/]: formats of others; [rollback]: an order in the log
+    [format/]: values of all of these
 """

@@ -11,21 +11,21 @@ Threads are started and joined inside of calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from os import PathLike
 from typing import Any, Literal
 
 from lakeckpt.checkpoint.arguments import checked_state
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo, Manifest
 from lakeckpt.checkpoint.ranks import check_topology, exchange_of
-from lakeckpt.checkpoint.restore.candidates import BesideRun, Step
-from lakeckpt.checkpoint.restore.table_versions import records_at
-from lakeckpt.checkpoint.restore.trial import Candidate, Trial
+from lakeckpt.checkpoint.restore.applying import Applying, Unusable
+from lakeckpt.checkpoint.restore.from_storage import committed
+from lakeckpt.checkpoint.restore.run_log import BesideRun, Step
 from lakeckpt.errors import CheckpointMismatch, ConfigError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
-from lakeckpt.tracking.votes import texts
 
 __all__ = ["load"]
 
@@ -82,56 +82,27 @@ def load(
         exchange = Exchange() if alone else exchange_of(group, timeout_s, alone=False)
     try:
         check_topology(exchange, rank, world_size)
-        return _Loading(storage, exchange, objects, step).run()
+        return CheckpointInfo.of(_loaded(storage, exchange, objects, step))
     finally:
         exchange.close()
 
 
-class _Loading:
-    """One call of `load`, on one rank."""
-
-    def __init__(self, storage: Storage, exchange: Exchange, objects: Mapping[str, Any], step: Step) -> None:
-        self._storage = storage
-        self._objects = objects
-        self._log = BesideRun(storage, step)
-        self._trial = Trial(storage, exchange, objects, all_items=False, advice=_ADVICE, mixed=_MIXED)
-
-    def run(self) -> CheckpointInfo:
-        with self._trial.undone_if_it_fails():
-            while True:
-                slot = int(self._trial.together.ask_rank_0(self._log.choose)["slot"])
-                found = self._load(slot)
-                if found is not None:
-                    return CheckpointInfo.of(found)
-                self._trial.go_back()
-
-    def _load(self, slot: int) -> Manifest | None:
-        """Load what ``slot`` committed, on all ranks; None if a rank found that it is not whole (any more)."""
-        found: list[Candidate] = []
-        if not self._vote(slot, lambda: found.append(self._compared(slot))):
-            return None
-        (chosen,) = found
-
-        def small() -> None:
-            self._trial.pin(chosen.pins.indexes)
-            self._trial.settle_selections(keep=False)
-            self._trial.load_readers(chosen, records_at(self._objects, chosen.readers, chosen.pins))
-            self._trial.load_small(chosen)
-
-        if not self._vote(slot, small) or not self._vote(slot, lambda: self._trial.load_large(chosen)):
-            return None
-        return chosen.manifest
-
-    def _compared(self, slot: int) -> Candidate:
-        chosen = self._trial.checkpoint(slot)
-        for name, reason in chosen.pins.skipped.items():
-            raise CheckpointMismatch(f"the state of {name!r} cannot be loaded, and nothing was changed: {reason}")
-        return chosen
-
-    def _vote(self, slot: int, work: Callable[[], None]) -> bool:
-        """Do ``work`` on every rank; False if a rank found the checkpoint damaged."""
-        tally = self._trial.vote(work, f"other ranks could not load slot {slot}: ")
-        reasons = texts(tally, "damaged")
-        if reasons:
-            self._log.failed = slot, reasons[0]
-        return not reasons
+def _loaded(storage: Storage, exchange: Exchange, objects: Mapping[str, Any], step: Step) -> Manifest:
+    log = BesideRun(storage, step)
+    applying = Applying(storage, exchange, objects, advice=_ADVICE, mixed=_MIXED)
+    read = partial(committed, rank=exchange.rank, world_size=exchange.world_size, items=frozenset(objects))
+    with applying.undone_if_it_fails():
+        while True:
+            slot = int(applying.all.ask_rank_0(log.choose)["slot"])
+            try:
+                chosen = applying.compare(partial(read, storage, slot))
+                for name, reason in chosen.pins.skipped.items():
+                    raise CheckpointMismatch(
+                        f"the state of {name!r} cannot be loaded, and nothing was changed: {reason}"
+                    )
+                applying.apply(chosen)
+            except Unusable as unusable:
+                log.failed = slot, unusable.damaged[0]
+                continue
+            assert chosen.manifest is not None
+            return chosen.manifest

@@ -13,10 +13,11 @@ from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import Any, Literal, Self, overload
 
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state, shared_settings
 from lakeckpt.checkpoint.async_save import Background
+from lakeckpt.checkpoint.bubbles.watch import Bubbles
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
@@ -29,10 +30,9 @@ from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.checkpoint.preemption.preemption import Preempted, Preemption
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of, note_begun
 from lakeckpt.checkpoint.report import Reporter, SaveHandle
-from lakeckpt.checkpoint.restore.candidates import newest_checkpoint
 from lakeckpt.checkpoint.restore.presence import Presence
-from lakeckpt.checkpoint.restore.restorer import Restorer
-from lakeckpt.checkpoint.restore.trial import RestoreReport
+from lakeckpt.checkpoint.restore.restorer import Restorer, RestoreReport
+from lakeckpt.checkpoint.restore.run_log import newest_checkpoint
 from lakeckpt.checkpoint.schedule import Schedule, interval_of
 from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.counters import RUNS, RunCounters
@@ -41,9 +41,6 @@ from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.votes import Together
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
-
-if TYPE_CHECKING:
-    from lakeckpt.checkpoint.bubbles.watch import Bubbles
 
 __all__ = ["CheckpointManager"]
 
@@ -113,7 +110,6 @@ class CheckpointManager:
         fail_after_s = check_settings(fail_after, timeout_s)
         check_capturing(capture_every, arenas, bubbles)
         every = interval_of(persist_every)
-        rule = keep if isinstance(keep, Keep) else Keep(last=keep)
         self._storage = opened(uri, storage_options)
         self._exchange, self._waiter = self._talk(group, timeout_s, alone=world_size == 1)
         check_topology(self._exchange, rank, world_size)
@@ -122,7 +118,7 @@ class CheckpointManager:
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
         self._bubbles = bubbles
         self._saves: Saver | Background | None = None
-        self._settings = Settings(keep=rule, timeout_s=timeout_s)
+        self._settings = Settings(keep=keep if isinstance(keep, Keep) else Keep(last=keep), timeout_s=timeout_s)
         self._counters = RunCounters(describe(self._storage), self._exchange.rank)
         self._uncount: Callable[[], object] = lambda: None
         outage = Outage(fail_after_s, self._waiter)
@@ -130,8 +126,10 @@ class CheckpointManager:
         self._preemption = Preemption(
             save_on, self._exchange, lambda: reporter.saved_step, grace_s=grace_s, requeue=requeue
         )
-        given = {"persist_every": str(every), "capture_every": capture_every, "keep": rule, "fail_after": fail_after_s}
-        self._shared = shared_settings(**given, exclusive=exclusive, save_on=self._preemption.names)
+        given = {"keep": self._settings.keep, "fail_after": fail_after_s, "exclusive": exclusive}
+        self._shared = shared_settings(
+            persist_every=str(every), capture_every=capture_every, save_on=self._preemption.names, **given
+        )
         self._schedule = Schedule(every, self._exchange, self._waiter, outage)
         self._tracks: dict[str, ReaderTrack] = {}
         self._step = 0
@@ -191,10 +189,9 @@ class CheckpointManager:
         missing = checked_names(allow_missing, self._objects, step)
         check_shared(self._exchange, self._shared)
         arenas = None if self._place is None else self._place.arenas
-        restorer = Restorer(
+        done, attempt, self._report = Restorer(
             self._storage, self._exchange, self._objects, step=step, arenas=arenas, allow_missing=missing
-        )
-        done, attempt, self._report = restorer.restore(self._presence)
+        ).restore(self._presence)
         # If one rank cannot begin, none does: the others would wait for it at the first save.
         note_sharing(Together(self._exchange).do(lambda: self._begin(done, attempt)), self._tracks)
         self._preemption.start(done, has_agent=self._place is not None)
@@ -222,8 +219,6 @@ class CheckpointManager:
         )
         self._schedule.start(done)
         self._counters.begin(done, attempt.recorded, self._report.restored if self._report else None)
-        if self._bubbles is not None:
-            self._counters.waits = self._bubbles.gate.waits
         self._uncount = RUNS.follow(self, self._counters)
         return sharing_facts(objects, self._tracks, self._exchange.world_size)
 
@@ -235,7 +230,7 @@ class CheckpointManager:
         holds beyond it does not. Instead of the batch, give its receipt; or the number that the loader's
         ``receipt_column`` put into it, where a wrapper makes batches anew; with several readers a dict of reader →
         batch. Without it, all that the readers have delivered is taken for consumed. That is wrong behind anything
-        that reads ahead: a `ReadAheadWarning` says so where it shows, and ``lakeckpt audit`` then says NOT PROVED.
+        that reads ahead: a `ReadAheadWarning` says so where it shows. ``lakeckpt audit`` proves what was delivered.
 
         ``metric`` says how good this state is, for ``keep=Keep(best=…)``, whenever this cut is saved; rank 0's counts.
         With ``capture_every`` a save only begins here; ``on_save`` and later calls report its result.

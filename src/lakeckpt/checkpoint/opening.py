@@ -155,6 +155,8 @@ def _open_agent(
             linger_s=LINGER_S,
         )
     )
+    if gate is not None and counters is not None:
+        counters.waits = gate.waits
     engine = CaptureEngine(
         objects,
         identity,

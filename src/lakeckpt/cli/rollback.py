@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from lakeckpt.checkpoint.restore.rollback import roll_back
+from lakeckpt.checkpoint.rollback import roll_back
 from lakeckpt.cli.output import print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 

@@ -16,17 +16,8 @@ It never looks at a clock, at rows or at threads itself. Used on the training th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-__all__ = ["BASES", "Basis", "Given", "ReadAhead"]
-
-Basis = Literal["stated", "inferred", "undecided", "suspected"]
-"""The evidence that rows were consumed. The loop states it by ``step(batch)``, or it is inferred from the rows that
-were delivered. An inference is weaker while too few steps were seen to judge it, or if something seems to read
-ahead."""
-
-BASES: tuple[Basis, ...] = get_args(Basis)
-"""All of them, the strongest first."""
+__all__ = ["Given", "ReadAhead"]
 
 _STEPS = 3
 """After so many steps it is decided whether the first one filled something."""
@@ -61,10 +52,9 @@ class ReadAhead:
     'the first step was given 3 batches and the next two 1 each'
     """
 
-    __slots__ = ("_counts", "_restarted", "_steps", "reason")
+    __slots__ = ("_counts", "_restarted", "reason")
 
     def __init__(self) -> None:
-        self._steps = 0
         self._counts: list[int] = []
         """The number of batches of each of the first steps. Steps that the end of an iteration cut short do not
         count."""
@@ -73,16 +63,8 @@ class ReadAhead:
         self.reason = ""
         """Why the loop is suspected; empty: it is not, so far."""
 
-    @property
-    def basis(self) -> Basis:
-        """The evidence that the rows that the loop was given are consumed."""
-        if self.reason:
-            return "suspected"
-        return "inferred" if self._steps >= _STEPS else "undecided"
-
     def stepped(self, given: Given) -> None:
         """Note a step that did not state what it used, and what was given since the step before."""
-        self._steps += 1
         if len(self._counts) < _STEPS and not (given.over and given.batches):
             self._counts.append(given.recent)
             self._restarted = given.fresh

@@ -104,7 +104,8 @@ class GenerationDocuments:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Contents:
-    """A generation that is held, with its documents. Its memory is valid for as long as it is held."""
+    """A generation that is held, with its documents: a `lakeckpt.checkpoint.state.loaded.TensorSource`. Its memory is
+    valid for as long as it is held."""
 
     held: Held
     documents: GenerationDocuments
@@ -158,11 +159,16 @@ class Contents:
         """Do the same with some bytes of one tensor, from ``start`` on."""
         self._copy([(self.documents.table.places[key].start + start, into)])
 
-    def read(self, key: str) -> bytearray:
-        """Return the bytes of a tensor, verified. Raises as `fill` does."""
-        made = bytearray(self.documents.table.places[key].spec.size_bytes)
-        self.fill({key: memoryview(made)})
-        return made
+    def unit_bytes(self, key: str) -> int:
+        """Return how many bytes of a tensor are verified together."""
+        return LEAF_BYTES
+
+    def same(self, one: str, other: str) -> bool:
+        """Return whether two tensors hold the same bytes. Raises as `fill` does."""
+        places = self.documents.table.places
+        made = [bytearray(places[key].spec.size_bytes) for key in (one, other)]
+        self.fill({key: memoryview(data) for key, data in zip((one, other), made, strict=True)})
+        return made[0] == made[1]
 
     def _copy(self, pieces: Iterable[_Piece]) -> None:
         by_leaf: defaultdict[int, list[_Piece]] = defaultdict(list)

@@ -10,13 +10,12 @@ The values are pure, and can be written as documents. The module never imports t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.core.consumption import consumption
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.read_ahead import BASES, Basis
 from lakeckpt.core.state import State
 from lakeckpt.errors import WireDamaged
 from lakeckpt.tracking.steps import StepRecord
@@ -25,13 +24,12 @@ from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = [
     "PendingRecord",
-    "announced_bases",
-    "basis_of_others",
     "joined",
     "pending_from_bytes",
     "pending_to_bytes",
     "positions",
     "since",
+    "unstated",
 ]
 
 _KIND, _VERSION = "pending", (1, 0)
@@ -76,37 +74,28 @@ def since(pending: Sequence[PendingRecord], recorded: int) -> tuple[PendingRecor
     return left
 
 
-def _weakest(pending: Sequence[PendingRecord]) -> tuple[Basis, str]:
-    """Return the weakest basis on which the rows of ``pending`` count as used, and the reason if it is "suspected"."""
-    bases = [(stretch.basis, stretch.reason) for one in pending for stretch in one.record.stretches]
-    return max(bases, key=lambda basis: BASES.index(basis[0]), default=("stated", ""))
+def unstated(readers: Mapping[str, Sequence[PendingRecord]]) -> dict[str, str]:
+    """Return the readers of which the training loop of this rank has not stated which rows steps used, as a rank
+    announces them to the rank that commits (`joined`)."""
+    return {
+        _unstated(name): ""
+        for name, every in readers.items()
+        if any(stretch.basis != "stated" for one in every for stretch in one.record.stretches)
+    }
 
 
-def announced_bases(readers: Mapping[str, Sequence[PendingRecord]]) -> dict[str, str]:
-    """Return, by reader, how a rank knows that its rows were used, if its training loop did not state it: what the rank
-    announces to the rank that commits."""
-    found = {name: _weakest(pending) for name, pending in readers.items()}
-    return {f"{name!r} is {basis}": reason for name, (basis, reason) in found.items() if basis != "stated"}
+def _unstated(reader: str) -> str:
+    return f"rows of {reader!r} are not stated"
 
 
-def basis_of_others(reader: str, announced: Mapping[str, str]) -> tuple[Basis, str]:
-    """Return the weakest basis of ``reader`` that ranks have ``announced`` (`announced_bases`)."""
-    for basis in reversed(BASES):
-        if f"{reader!r} is {basis}" in announced:
-            return basis, announced[f"{reader!r} is {basis}"]
-    return "stated", ""
-
-
-def joined(pending: Sequence[PendingRecord], *, others: tuple[Basis, str] = ("stated", "")) -> ReaderRecord:
-    """Return one record of all ``pending``; ``others`` is the weakest basis of other ranks."""
-    basis, reason = others
+def joined(reader: str, pending: Sequence[PendingRecord], announced: Collection[str] = ()) -> ReaderRecord:
+    """Return one record of all ``pending`` of a reader; ``announced``: what other ranks announce (`unstated`)."""
     stretches = (stretch for one in pending for stretch in one.record.stretches)
+    if _unstated(reader) in announced:
+        stretches = (replace(stretch, basis="delivered") for stretch in stretches)
     return replace(
         pending[-1].record,
-        stretches=tuple(
-            replace(stretch, basis=basis, reason=reason) if BASES.index(stretch.basis) < BASES.index(basis) else stretch
-            for stretch in stretches
-        ),
+        stretches=tuple(stretches),
         steps=StepRecord(runs=tuple(run for one in pending for run in one.record.steps.runs)),
         excluded=tuple(excluded for one in pending for excluded in one.record.excluded),
         is_repeated=any(one.record.is_repeated for one in pending),

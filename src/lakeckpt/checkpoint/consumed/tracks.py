@@ -18,7 +18,7 @@ from lakeckpt.checkpoint.consumed.excluded import Opening
 from lakeckpt.checkpoint.consumed.pending import PendingRecord, positions
 from lakeckpt.checkpoint.format.manifest import Excluded, ReaderRecord, Stretch
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.read_ahead import Basis, Given, ReadAhead
+from lakeckpt.core.read_ahead import Given, ReadAhead
 from lakeckpt.core.state import State, depends_on_data
 from lakeckpt.core.streams.mixed_batches import AnyReceipt, MixedReceipt
 from lakeckpt.errors import ConfigError, StateError
@@ -40,7 +40,7 @@ class ReaderTrack:
         self.reader = reader
         self._attempt = attempt
         self._ahead = ReadAhead()
-        self._basis: Basis = "stated"
+        self._is_stated = True
         self._run = reader.deliveries.begin_run(name) if isinstance(reader, DeliveringReader) else 0
         reader.mark()  # earlier deliveries are not part of this run's history
         self._last = reader.last_receipt  # the last delivery at the mark: the same object means that none followed
@@ -77,7 +77,9 @@ class ReaderTrack:
         known, last = self._ahead.reason, self.reader.last_receipt
         at = last if consumed is None or consumed == last else consumed
         if not is_stated or consumed is not None:
-            self._basis = self._basis_of(at, is_stated=is_stated, given=given)
+            self._is_stated = is_stated or (self._is_stated and at is not None and at == self._at)
+            if not self._is_stated and given is not None:
+                self._ahead.stepped(given)
             # An epoch that is read again gives receipts that are equal to the receipts of the first time.
             was_before = at is self._before or (at == self._before and last is self._last)
             if at is not None and not was_before:
@@ -124,16 +126,6 @@ class ReaderTrack:
                 "each would miss what the other one records. Give each loader to one manager, and make a new manager "
                 "only when the earlier one is not used any more"
             )
-
-    def _basis_of(self, at: AnyReceipt | None, *, is_stated: bool, given: Given | None) -> Basis:
-        """Return the basis on which all deliveries up to ``at`` count as consumed."""
-        if is_stated or (self._basis == "stated" and at is not None and at == self._at):
-            return "stated"
-        if not isinstance(self.reader, DeliveringReader):
-            return "inferred"
-        if given is not None:
-            self._ahead.stepped(given)
-        return self._ahead.basis
 
     def jump(self, step: int) -> None:
         """Record that other processes did the steps up to ``step``, and that the reader has loaded their state."""
@@ -182,22 +174,17 @@ class ReaderTrack:
         if opening is not None:
             state = opening.begin.to_plain() if step == opening.step else state
             found = [] if step == opening.step else [(opening.begin, opening.end), *found]
-        stretches = [(begin.to_plain(), end.to_plain(), positions(begin, end)) for begin, end in found]
-        if self._basis == "suspected" and not stretches:
-            # Nothing was consumed, and the suspicion must be recorded.
-            stretches = [(dict(state), dict(state), {})]
         record = ReaderRecord(
             state=state,
             stretches=tuple(
                 Stretch(
-                    begin=begin,
-                    end=end,
-                    consumed=consumed,
-                    basis=self._basis,
-                    reason=self._ahead.reason if self._basis == "suspected" else "",
+                    begin=begin.to_plain(),
+                    end=end.to_plain(),
+                    consumed=positions(begin, end),
+                    basis="stated" if self._is_stated else "delivered",
                     attempt=self._attempt,
                 )
-                for begin, end, consumed in stretches
+                for begin, end in found
             ),
             steps=self._recorder.record(step),
             index=self._index_of(state),

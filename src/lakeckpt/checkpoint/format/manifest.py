@@ -14,7 +14,7 @@ Imports without torch. Never touches storage: `lakeckpt.checkpoint.persist.log` 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -22,12 +22,12 @@ from lakeckpt.checkpoint.format.fields import CutId, Digest
 from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.parts import SaveId, SiteWaits
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.core.read_ahead import Basis
 from lakeckpt.tracking.steps import StepRecord
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain_of, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = [
+    "Basis",
     "Begin",
     "CheckpointInfo",
     "CutId",
@@ -46,17 +46,19 @@ __all__ = [
 
 _KIND = "log"
 _VERSION = (1, 0)
+Basis = Literal["stated", "delivered"]
+"""The training loop of each rank stated by ``step(batch)`` that steps used the rows; or the rows were delivered, and
+some loop did not say which rows its steps used."""
 Facts = Mapping[str, Mapping[str, str]]
 """Reader → what a script gave to it → a text, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
-    """An attempt claims the run."""
+class _Signed:
+    """The fields of all entries: the run, the slot, and who wrote the entry."""
 
     run: str
     slot: Count
-    world_size: Positive
     library: str
     created_s: float
     """When, in seconds since 1970, by the clock of rank 0's machine."""
@@ -66,6 +68,13 @@ class Begin:
     """The machine of rank 0."""
     pid: Count = 0
     """The process of rank 0 there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin(_Signed):
+    """An attempt claims the run."""
+
+    world_size: Positive
     facts: Facts = field(default_factory=dict)
     """The settings that its script gave to readers. The next attempt compares them with its own."""
 
@@ -76,20 +85,13 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class Restored(_Signed):
     """The history goes on from a checkpoint. The first attempt of a run restores nothing and writes no such entry."""
 
-    run: str
-    slot: Count
     attempt: Count | None
     """The attempt that restored it; None: ``lakeckpt rollback`` ordered it, and nobody has restored it yet."""
     restored: Count | None
     """The slot of the checkpoint; None: there was none."""
-    library: str
-    created_s: float
-    write_id: str
-    host: str = ""
-    pid: Count = 0
     skipped: Mapping[str, Count] = field(default_factory=dict)
     """reader → the epoch whose rest it skips, because the table version is gone."""
     captured: CutId | None = None
@@ -100,15 +102,8 @@ class Restored:
     @classmethod
     def by_first(cls, begin: Begin) -> Restored:
         """Return the entry that the first attempt of a run would write, which restores nothing."""
-        return cls(
-            run=begin.run,
-            slot=begin.slot,
-            attempt=begin.attempt,
-            restored=None,
-            library=begin.library,
-            created_s=begin.created_s,
-            write_id=begin.write_id,
-        )
+        signed = {one.name: getattr(begin, one.name) for one in fields(_Signed)}
+        return cls(**signed, attempt=begin.attempt, restored=None)
 
 
 @as_row
@@ -121,10 +116,8 @@ class Stretch:
     end: Mapping[str, Any]
     consumed: Mapping[int, Intervals]
     """epoch → positions; empty for a mixture: its two states tell the positions of each source."""
-    basis: Basis = "inferred"
+    basis: Basis = "delivered"
     """How it is known that steps used the rows."""
-    reason: str = ""
-    """Why it is suspected that no step used the rows."""
     attempt: int = -1
     """The attempt that consumed the rows; -1: the attempt that committed them."""
 
@@ -181,11 +174,9 @@ class ReaderRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(_Signed):
     """A checkpoint is committed."""
 
-    run: str
-    slot: Count
     attempt: Count
     parent: Count | None
     """The slot of the checkpoint before it in its history, or None."""
@@ -202,9 +193,6 @@ class Manifest:
     readers: Mapping[str, ReaderRecord]
     seed: int
     """The seed from which ranks that are new after a change of the world size derive their random states."""
-    library: str
-    created_s: float
-    write_id: str
     keep: Keep = field(default_factory=Keep)
     """The rule by which checkpoints keep their data."""
     metric: float | None = None
@@ -238,15 +226,7 @@ class CheckpointInfo:
     @classmethod
     def of(cls, manifest: Manifest) -> CheckpointInfo:
         """Return the values of a manifest that are shown to users."""
-        return cls(
-            slot=manifest.slot,
-            step=manifest.step,
-            attempt=manifest.attempt,
-            world_size=manifest.world_size,
-            created_s=manifest.created_s,
-            metric=manifest.metric,
-            waits=manifest.waits,
-        )
+        return cls(**{one.name: getattr(manifest, one.name) for one in fields(cls)})
 
 
 Entry = Begin | Restored | Manifest

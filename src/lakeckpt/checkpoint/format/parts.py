@@ -18,8 +18,8 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
@@ -185,8 +185,8 @@ class SiteWaits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartHead:
-    """The head of a part: all that a commit must know of the part."""
+class _Share:
+    """What a rank saved: the fields that a part and its head have in common."""
 
     run: str
     save: SaveId
@@ -204,6 +204,22 @@ class PartHead:
     """Reader → what the rank consumed and trained nothing on (`lakeckpt.checkpoint.consumed.excluded`)."""
     waits: tuple[SiteWaits, ...] = ()
     """How long the rank waited by site, and how much of its captures moved meanwhile."""
+
+    @property
+    def earlier(self) -> list[str]:
+        """The files that earlier saves wrote. They may hold tensors that this part does not refer to."""
+        return [file.path for file in self.files if not file.path.startswith(f"{OBJECTS}/{self.save.folder}/")]
+
+    @property
+    def in_common(self) -> dict[str, Any]:
+        """The fields that a part and its head have in common, by name."""
+        return {one.name: getattr(self, one.name) for one in fields(_Share)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartHead(_Share):
+    """What a commit must know of a part."""
+
     alone: int
     """The sum of its units that are no parts of tensors (`lakeckpt.checkpoint.format.units.sum_of`). Random states, of
     which other ranks know nothing, are not among them."""
@@ -211,11 +227,6 @@ class PartHead:
     """Ranks → the sum of its parts of tensors that these ranks hold."""
     body: Digest
     """`short_digest` of the document of its tensors and trees."""
-
-    @property
-    def earlier(self) -> list[str]:
-        """The files that earlier saves wrote. They may hold tensors that this part does not refer to."""
-        return [file.path for file in self.files if not file.path.startswith(f"{OBJECTS}/{self.save.folder}/")]
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PartHead:
@@ -228,79 +239,34 @@ class PartHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartRecord:
+class PartRecord(_Share):
     """All that a rank wrote for one save."""
 
-    run: str
-    save: SaveId
-    rank: Count
-    world_size: Positive
-    cut: bytes
-    files: tuple[FileRecord, ...]
     tensors: tuple[TensorRecord, ...]
     trees: tuple[TreeRecord, ...]
     outline: Outline | None = None
     """The extent of the rank's state; None: not recorded."""
-    tilings: tuple[Tiling, ...] = ()
-    reports: Mapping[str, bytes] = field(default_factory=dict)
-    excluded: bytes = b""
-    waits: tuple[SiteWaits, ...] = ()
-
-    @property
-    def earlier(self) -> list[str]:
-        """The files that earlier saves wrote. They may hold tensors that this part does not refer to."""
-        return [file.path for file in self.files if not file.path.startswith(f"{OBJECTS}/{self.save.folder}/")]
 
     def to_bytes(self) -> bytes:
         """Return the document of the part: the length of its head (8 bytes, big-endian), the head, and the body."""
         body = dumps(
             to_plain(_Body(tensors=self.tensors, trees=self.trees, outline=self.outline)), kind=_BODY, version=_VERSION
         )
-        head = dumps(to_plain(self._head(short_digest(body))), kind=_HEAD, version=_VERSION)
-        return b"".join((len(head).to_bytes(_LENGTH_BYTES, "big"), head, body))
-
-    def _head(self, body: bytes) -> PartHead:
         alone = [tree_unit(one.item, one.digest) for one in self.trees if one.item != RANDOM]
         divided: defaultdict[Ranks, list[UnitId]] = defaultdict(list)
         for one in self.tensors:
             (divided[one.ranks] if is_part_key(one.spec.key) else alone).append(tensor_unit(one.spec, one.digest))
         sums = tuple((ranks, sum_of(units)) for ranks, units in divided.items())
-        return PartHead(
-            run=self.run,
-            save=self.save,
-            rank=self.rank,
-            world_size=self.world_size,
-            cut=self.cut,
-            files=self.files,
-            tilings=self.tilings,
-            reports=self.reports,
-            excluded=self.excluded,
-            waits=self.waits,
-            alone=sum_of(alone),
-            divided=sums,
-            body=body,
-        )
+        found = PartHead(**self.in_common, alone=sum_of(alone), divided=sums, body=short_digest(body))
+        head = dumps(to_plain(found), kind=_HEAD, version=_VERSION)
+        return b"".join((len(head).to_bytes(_LENGTH_BYTES, "big"), head, body))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PartRecord:
         """Return the part in a document of `to_bytes`. `WireError`."""
         head, (_, data) = PartHead.from_bytes(data), _taken_apart(data)
         body: _Body = from_plain(_Body, loads(data, kind=_BODY, supported=_VERSION), "a part")
-        return cls(
-            run=head.run,
-            save=head.save,
-            rank=head.rank,
-            world_size=head.world_size,
-            cut=head.cut,
-            files=head.files,
-            tensors=body.tensors,
-            trees=body.trees,
-            outline=body.outline,
-            tilings=head.tilings,
-            reports=head.reports,
-            excluded=head.excluded,
-            waits=head.waits,
-        )
+        return cls(**head.in_common, tensors=body.tensors, trees=body.trees, outline=body.outline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

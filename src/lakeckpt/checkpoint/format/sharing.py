@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
@@ -30,6 +31,7 @@ from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = [
     "PART_MARK",
+    "Box",
     "PartPlace",
     "Sharing",
     "Tiling",
@@ -41,12 +43,16 @@ __all__ = [
     "sharing_from_bytes",
     "sharing_to_bytes",
     "tilings_of",
+    "untiled",
 ]
 
 _KIND, _VERSION = "tree", (1, 0)
 """The document is stored like the tree of an item."""
 PART_MARK = "::at "
 """In the key of a part of a tensor: between the key of the tensor and the offsets of the part."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offsets, sizes) of a part, of as many dimensions as the whole."""
+_OVERLAP = "its parts overlap, or lie outside of it"
 _PRIME = 2**127 - 1
 _WEIGHTS = 2**16
 """So many weights of coordinates are kept: many parts begin where others end."""
@@ -152,9 +158,10 @@ def tilings_of(specs: Iterable[TensorSpec], shared: Mapping[str, Sharing]) -> tu
     for spec in specs:
         place = place_of(spec.key)
         if place is not None and place.name in shared:
-            sums = found[shared[place.name]]
-            sums[0] += _value(spec.dtype, place, place.offsets, spec.shape)
-            sums[1] += _value(spec.dtype, place, (0,) * len(place.shape), place.shape)
+            tensor = short_digest(place.name.encode(), f"{spec.dtype}{place.shape}".encode())
+            factor, sums = int.from_bytes(tensor, "big"), found[shared[place.name]]
+            sums[0] += factor * _value(place.offsets, spec.shape)
+            sums[1] += factor * _value((0,) * len(place.shape), place.shape)
     return tuple(
         Tiling(sharing=sharing, held=held % _PRIME, whole=whole % _PRIME) for sharing, (held, whole) in found.items()
     )
@@ -175,9 +182,24 @@ def are_tiled(tilings: Iterable[Tiling]) -> bool:
     return True
 
 
-def _value(dtype: str, place: PartPlace, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    """Return the value of a box of the tensor that ``place`` names."""
-    found = int.from_bytes(short_digest(place.name.encode(), f"{dtype}{place.shape}".encode()), "big")
+def untiled(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
+    """Return what is wrong with the parts of a whole of ``shape``; None if every element is in one part, none in two.
+
+    >>> untiled((4, 2), [((0, 0), (3, 2)), ((3, 0), (1, 2))])
+    >>> untiled((4, 2), [((0, 0), (3, 2)), ((2, 0), (1, 2))])
+    'its parts overlap, or lie outside of it'
+    >>> untiled((4, 2), [((0, 0), (3, 2))])
+    'its parts have 6 of 8 elements'
+    """
+    every = list(boxes)
+    if not (sum(_value(*box) for box in every) - _value((0,) * len(shape), shape)) % _PRIME:
+        return None
+    held = sum(prod(sizes) for _, sizes in every)
+    return f"its parts have {held} of {prod(shape)} elements" if held < prod(shape) else _OVERLAP
+
+
+def _value(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    found = 1
     for dim, (first, size) in enumerate(zip(offsets, sizes, strict=True)):
         found = found * (_weight(dim, first) - _weight(dim, first + size)) % _PRIME
     return found

@@ -27,7 +27,7 @@ from lakeckpt.checkpoint.interop.safetensors_files import (
 )
 from lakeckpt.checkpoint.interop.torch_files import SUFFIXES, read_torch_file, write_torch_file
 from lakeckpt.checkpoint.persist.log import LOG
-from lakeckpt.checkpoint.restore.candidates import Step
+from lakeckpt.checkpoint.restore.run_log import Step
 from lakeckpt.errors import CheckpointNotFound, ConfigError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.open import open_storage

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import groupby
 from math import prod
 from typing import Any, Literal
 
@@ -33,7 +34,7 @@ from torch.futures import Future
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.interop.run_state import Disputed, RunState, StoredTensor, leaves, mapped, with_checkpoint
 from lakeckpt.checkpoint.state.loaded import Loaded
-from lakeckpt.checkpoint.state.tensors import empty_for
+from lakeckpt.checkpoint.state.tensors import batches_of, empty_for
 from lakeckpt.checkpoint.state.wholes import Whole
 from lakeckpt.errors import CheckpointMismatch, LakeckptError
 from lakeckpt.lake.storage.base import Storage
@@ -133,8 +134,9 @@ class RunReader(StorageReader):
                 whole.append((item, loaded, part))
             else:
                 self._read_region(item, planner, loaded, leaf.key)
-        for batch in _batches(whole):
-            _read_whole(batch, planner)
+        for _, of_rank in groupby(whole, key=lambda one: id(one[1])):
+            for batch in batches_of(of_rank, lambda one: one[2].size_bytes, _BATCH_BYTES):
+                _read_whole(batch, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -192,22 +194,6 @@ def _flattened(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _saved_part(whole: Whole, offsets: tuple[int, ...]) -> TensorSpec:
     part = next(part for part in whole.parts if part.offsets == offsets)
     return TensorSpec(key=part.key, dtype=whole.spec.dtype, shape=part.sizes)
-
-
-def _batches(
-    items: Iterable[tuple[ReadItem, Loaded, TensorSpec]],
-) -> Iterator[list[tuple[ReadItem, Loaded, TensorSpec]]]:
-    """Yield groups of items that are read together: of one `Loaded`, together about `_BATCH_BYTES`."""
-    batch: list[tuple[ReadItem, Loaded, TensorSpec]] = []
-    size_bytes = 0
-    for one in items:
-        if batch and (one[1] is not batch[0][1] or size_bytes + one[2].size_bytes > _BATCH_BYTES):
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(one)
-        size_bytes += one[2].size_bytes
-    if batch:
-        yield batch
 
 
 def _read_whole(batch: list[tuple[ReadItem, Loaded, TensorSpec]], planner: LoadPlanner) -> None:

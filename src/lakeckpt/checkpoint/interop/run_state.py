@@ -20,8 +20,8 @@ from lakeckpt.checkpoint.format.fields import holds
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, TreeRecord
 from lakeckpt.checkpoint.persist.log import read_entry
-from lakeckpt.checkpoint.restore.candidates import BesideRun, Step
 from lakeckpt.checkpoint.restore.from_storage import fetch_parts, load_from
+from lakeckpt.checkpoint.restore.run_log import BesideRun, Step
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.checkpoint.state.names import numbered
 from lakeckpt.checkpoint.state.rank_differences import contents_of, unlike_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import safetensors
@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load, load_file, save
 
 from lakeckpt.checkpoint.interop.item import named_leaves
+from lakeckpt.checkpoint.state.tensors import batches_of
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, UnsupportedValue
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.local import LocalStorage
@@ -118,7 +119,8 @@ def write_safetensors(
 
     Memory for one file is taken beside the tensors. `UnsupportedValue` where safetensors cannot hold a tensor.
     """
-    packs = list(_packed(tensors, file_bytes))
+    batches = batches_of(tensors.items(), lambda one: one[1].nbytes, file_bytes)
+    packs = [dict(batch) for batch in batches] or [{}]
     if len(packs) == 1:
         return [_write(storage, f"model{SAFETENSORS}", packs[0])]
     names = [f"model-{number:05d}-of-{len(packs):05d}{SAFETENSORS}" for number in range(1, len(packs) + 1)]
@@ -128,18 +130,6 @@ def write_safetensors(
     index = {"metadata": {"total_size": sum(one.nbytes for one in tensors.values())}, "weight_map": weights}
     storage.put(_INDEX, [json.dumps(index, indent=2, ensure_ascii=False).encode()])
     return [*names, _INDEX]
-
-
-def _packed(tensors: Mapping[str, torch.Tensor], file_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    pack: dict[str, torch.Tensor] = {}
-    size_bytes = 0
-    for name, tensor in tensors.items():
-        if pack and size_bytes + tensor.nbytes > file_bytes:
-            yield pack
-            pack, size_bytes = {}, 0
-        pack[name] = tensor
-        size_bytes += tensor.nbytes
-    yield pack
 
 
 def _write(storage: Storage, path: str, pack: Mapping[str, torch.Tensor]) -> str:

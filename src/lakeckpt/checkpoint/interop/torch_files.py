@@ -6,11 +6,10 @@ starts no threads.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import pickle
-import secrets
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,7 +51,7 @@ def read_torch_file(storage: Storage, path: str) -> dict[str, Any]:
 
 
 def write_torch_file(path: str, state: Mapping[str, Any]) -> None:
-    """Write ``state`` into the new local file ``path``, durably, and load it again before it gets its name.
+    """Write ``state`` into the new local file ``path``, and load it again before it gets its name.
 
     Raises `UnsupportedValue` where ``torch.load(weights_only=True)`` would refuse the file, `ConfigError` where the
     file exists or is not called as such files are, `SaveFailed` where the disk fails.
@@ -61,10 +60,12 @@ def write_torch_file(path: str, state: Mapping[str, Any]) -> None:
         raise ConfigError(f"a file of torch.save is called *{', *'.join(SUFFIXES)}: {path!r} could not be read again")
     folder = os.path.dirname(os.path.abspath(path))
     os.makedirs(folder, exist_ok=True)
-    unfinished = os.path.join(folder, f".{os.path.basename(path)}.{secrets.token_hex(8)}")
     try:
-        _save(state, unfinished)
-        os.link(unfinished, path)  # unlike a rename, a link replaces no file
+        with tempfile.TemporaryDirectory(prefix=".convert", dir=folder) as beside:
+            unfinished = os.path.join(beside, "unfinished")
+            torch.save(dict(state), unfinished)
+            torch.load(unfinished, weights_only=True, mmap=True, map_location="cpu")
+            os.link(unfinished, path)  # unlike a rename, a link replaces no file
     except FileExistsError:
         raise ConfigError(f"{path!r} exists already: choose a new name") from None
     except pickle.UnpicklingError as error:
@@ -72,31 +73,11 @@ def write_torch_file(path: str, state: Mapping[str, Any]) -> None:
             f"torch.load(weights_only=True) would not load this state: {_reason(error)}: choose a part of it, such as "
             "item='model'"
         ) from error
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         raise SaveFailed(f"{path!r} could not be written: {error}") from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(unfinished)
-    _sync_folder(folder)
 
 
 def _reason(error: pickle.UnpicklingError) -> str:
     """Return the reason in torch's error, without its advice to run the code."""
     text = str(error).rpartition("WeightsUnpickler error: ")[2]
     return text.partition(" Please use")[0][:400].rstrip(". ")
-
-
-def _save(state: Mapping[str, Any], path: str) -> None:
-    with open(path, "xb") as file:
-        torch.save(dict(state), file)
-        file.flush()
-        os.fsync(file.fileno())
-    torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-
-
-def _sync_folder(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

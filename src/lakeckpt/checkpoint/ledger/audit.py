@@ -1,7 +1,7 @@
 """This module proves from the log of a run that each epoch consumed every row exactly once, or lists the errors.
 
 The proof covers the rows that the training loop stated by ``step(batch)``. If the loop did not state rows, the proof
-covers the rows that were delivered. If something seems to read ahead of the loop, there is no proof.
+covers the rows that were delivered.
 
 The history is the chain of manifests from the newest checkpoint back to the first. For each reader, the recorded
 intervals are added up, compared with what the newest state claims, and compared with the rows of the table

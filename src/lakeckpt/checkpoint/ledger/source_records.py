@@ -41,11 +41,6 @@ class SourceStretch:
                 return consumption(self.begin, self.end)
         return self.recorded or {}
 
-    @property
-    def has_moved(self) -> bool:
-        """True if the reader came from one place to another."""
-        return (self.begin.epoch, self.begin.step) != (self.end.epoch, self.end.step) or bool(self.consumed)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SourceRecord:

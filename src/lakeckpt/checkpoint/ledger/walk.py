@@ -5,10 +5,9 @@ The manifests of a history record consumption, stretch by stretch. `ReaderWalk` 
 * the intervals of a stretch must be those that follow from the two states between which it lies;
 * the record of optimizer steps must end where the last stretch does;
 * a row of which some items were consumed (`lakeckpt.core.state.Begun`) must go on where it stopped;
-* the states must count as many rows as the index of the table has;
-* the basis of each stretch (`lakeckpt.core.read_ahead.Basis`) must not be suspected. Rows that the training loop stated
-  need no other evidence. The first steps of an attempt are undecided: they count as inferred, unless a later stretch of
-  the attempt is suspected.
+* the states must count as many rows as the index of the table has.
+
+It also counts the attempts whose training loops did not state which rows their steps used.
 
 The module is pure. It never imports torch.
 """
@@ -20,7 +19,7 @@ from dataclasses import replace
 
 from lakeckpt.checkpoint.consumed.rest_of_epoch import rows_consumed
 from lakeckpt.checkpoint.consumed.rows import RowOrder, order_name
-from lakeckpt.checkpoint.format.manifest import Excluded, Manifest, Stretch
+from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, piece_of
 from lakeckpt.checkpoint.ledger.source_records import Records, SourceRecord, SourceStretch
 from lakeckpt.core.changes import replan
@@ -57,7 +56,7 @@ class ReaderWalk:
         """Epoch → what was consumed there and trained nothing, in order."""
         self.topologies: dict[tuple[int, int, int], None] = {}
         self.inferred = ""
-        """How many attempts only inferred that rows were used, in words; empty if none did."""
+        """How many attempts did not state which rows their steps used, in words; empty if none."""
         self._records = records
         self._latest: State | None = None
 
@@ -81,16 +80,15 @@ class ReaderWalk:
             self._take_excluded(manifest, record)
             origin = origin or tip
             self.topologies[tip.segment.topology] = None
-            moved = [one for one in record.stretches if one.has_moved or one.record.basis != "suspected"]
-            if moved:
-                self._check_frontier(manifest, record, moved[-1].end)
+            if record.stretches:
+                self._check_frontier(manifest, record, record.stretches[-1].end)
             advance()
         assert tip is not None and origin is not None
         identities |= {order_name(one): one for one in tip.epoch_orders}
         for _, identity in sorted(identities.items()):
             self._check_rows(identity)
         self._check_origin(origin)
-        self._check_bases()
+        self.inferred = self._unstated()
         return origin, tip
 
     def doubt(self, text: str) -> None:
@@ -223,24 +221,15 @@ class ReaderWalk:
         if origin.epoch and not before:
             self.notes[f"it began with epoch {origin.epoch}; the epochs before are not part of this run"] = None
 
-    def _check_bases(self) -> None:
-        """Check that no attempt is suspected of reading ahead, and count the attempts that inferred consumption."""
-        by_attempt: dict[int, list[tuple[int, Stretch]]] = {}
+    def _unstated(self) -> str:
+        """Return how many attempts did not state which rows their steps used, in words; empty if none."""
+        stated: dict[int, bool] = {}
         for manifest, record in self._records:
             for stretch in record.record.stretches:
                 attempt = manifest.attempt if stretch.attempt < 0 else stretch.attempt
-                by_attempt.setdefault(attempt, []).append((manifest.step, stretch))
-        inferred = 0
-        for attempt, stretches in by_attempt.items():
-            suspected = next(((step, one.reason) for step, one in stretches if one.basis == "suspected"), None)
-            if suspected is not None:
-                self.doubt(
-                    f"attempt {attempt}, up to step {suspected[0]:,}: {suspected[1]}: rows may count as consumed that "
-                    "no step used. Call manager.step(batch)"
-                )
-            else:
-                inferred += any(one.basis != "stated" for _, one in stretches)
-        self.inferred = f"{inferred:,} of {len(by_attempt):,} attempts" if inferred else ""
+                stated[attempt] = stated.get(attempt, True) and stretch.basis == "stated"
+        unstated = sum(not one for one in stated.values())
+        return f"{unstated:,} of {len(stated):,} attempts" if unstated else ""
 
 
 def _begun(state: State) -> list[Begun]:

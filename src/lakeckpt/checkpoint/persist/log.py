@@ -11,11 +11,16 @@ without torch; `read_log` starts and joins the threads that read.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping
+import socket
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
+from lakeckpt import __version__
 from lakeckpt.checkpoint.format.manifest import Begin, Entry, Manifest, Restored, entry_from_bytes, entry_to_bytes
 from lakeckpt.errors import NewerFormat, ObjectExists, ObjectMissing, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
@@ -31,6 +36,7 @@ __all__ = [
     "put_entry",
     "read_entry",
     "read_log",
+    "signed",
     "slot_path",
 ]
 
@@ -180,6 +186,17 @@ def _entry_or_damage(storage: Storage, slot: int) -> Entry | Damage:
         raise
     except (WireError, ObjectMissing) as error:
         return Damage(path=slot_path(slot), reason=str(error))
+
+
+def signed(clock: Callable[[], float]) -> dict[str, Any]:
+    """Return the fields of an entry that say who writes it, and when."""
+    return {
+        "library": __version__,
+        "created_s": float(clock()),
+        "write_id": uuid.uuid4().hex,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+    }
 
 
 def put_entry(storage: Storage, entry: Entry) -> None:

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lakeckpt import __version__
 from lakeckpt.checkpoint.bubbles.record import waits_of_job
 from lakeckpt.checkpoint.consumed.excluded import excluded_of, with_excluded
-from lakeckpt.checkpoint.consumed.pending import announced_bases, basis_of_others, joined, since
+from lakeckpt.checkpoint.consumed.pending import joined, since, unstated
 from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of, shared_fields
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.keep import Keep
@@ -29,12 +27,11 @@ from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, SaveId
 from lakeckpt.checkpoint.format.register import KeptCheckpoint, Register
 from lakeckpt.checkpoint.format.sharing import tilings_of
 from lakeckpt.checkpoint.format.units import SUMS, sum_of, tensor_unit, tree_unit
-from lakeckpt.checkpoint.format.verified_reads import fetch_part, fetch_register
 from lakeckpt.checkpoint.persist.agreement import Agreement, agree
 from lakeckpt.checkpoint.persist.attempt import Attempt, Tip
 from lakeckpt.checkpoint.persist.commit import Collected, Expected, Remarks, await_commit, collect_parts, verify_objects
 from lakeckpt.checkpoint.persist.failures import save_failed
-from lakeckpt.checkpoint.persist.log import read_entry
+from lakeckpt.checkpoint.persist.log import signed
 from lakeckpt.checkpoint.persist.persist import OwnedTensor, persist
 from lakeckpt.checkpoint.persist.retention import Retention
 from lakeckpt.checkpoint.persist.unchanged import Earlier
@@ -46,7 +43,6 @@ from lakeckpt.errors import (
     SaveFailed,
     SaveSkipped,
     StorageError,
-    WireError,
 )
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.tracking.facts import facts_of
@@ -131,15 +127,15 @@ class Publisher:
     # --- announce
 
     def _announce(self, save: SaveId, taken: StagedCut | Exception) -> dict[str, str] | Exception:
-        """Return what this rank announces: on rank 0 the slot of the next commit and of its parent, on other ranks how
-        their training loops know what was used. Return why there is nothing to publish, if there is not."""
+        """Return what this rank announces: on rank 0 the slot of the next commit and of its parent, on other ranks what
+        their training loops have not stated. Return why there is nothing to publish, if there is not."""
         try:
             if self._rank == 0:
                 self._clear_failed(save)
             if isinstance(taken, Exception):
                 return taken
             if self._rank:
-                return announced_bases(taken.readers)
+                return unstated(taken.readers)
             slot, parent, self._lost = self.tip.next_slot(), self.attempt.parent, self.tip.lost()
             return {"slot": str(slot), "parent": "" if parent is None or self._lost else str(parent)}
         except StorageError as error:
@@ -236,12 +232,8 @@ class Publisher:
         retention has removed since.
         """
         if self._earlier[0] != parent:
-            self._earlier = (parent, Earlier())
-            with contextlib.suppress(WireError, CheckpointDamaged, StorageError):
-                found = None if parent is None else read_entry(self._storage, parent)
-                if isinstance(found, Manifest) and self._rank < found.world_size:
-                    part = fetch_part(self._storage, found, fetch_register(self._storage, found), self._rank)
-                    self._earlier = (parent, Earlier.of(part))
+            found = Earlier() if parent is None else Earlier.read(self._storage, parent, self._rank)
+            self._earlier = (parent, found)
         return self._earlier[1]
 
     # --- collect
@@ -272,8 +264,9 @@ class Publisher:
     ) -> tuple[Manifest, Register]:
         readers = {
             name: joined(
+                name,
                 of_all_ranks(name, since(pending, self.attempt.recorded), [one.reports for one in collected.heads]),
-                others=basis_of_others(name, agreement.announced),
+                agreement.announced,
             )
             for name, pending in cut.readers.items()
         }
@@ -296,9 +289,7 @@ class Publisher:
             kept=register.slots,
             readers=with_excluded(readers, excluded, after=self.attempt.recorded, upto=cut.step),
             seed=self.attempt.seed,
-            library=__version__,
-            created_s=float(self._clock()),
-            write_id=uuid.uuid4().hex,
+            **signed(self._clock),
             keep=self._settings.keep,
             metric=cut.metric,
             waits=waits_of_job([one.waits for one in collected.heads]),

@@ -6,18 +6,24 @@ as long as one kept checkpoint refers to it, wherever its other slabs are. To bo
 only while at least half of its bytes are needed; the needed slabs of other files are written again, apart from what
 changed, and are referred to from then on.
 
-Only committed parts are referred to, and only by the attempt that goes on from them: see `Earlier`. The module is pure
-and imports without torch.
+Only committed parts are referred to, and only by the attempt that goes on from them: see `Earlier`. The module imports
+without torch, and starts no threads.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import FileRecord, PartRecord, SlabRecord
+from lakeckpt.checkpoint.format.verified_reads import fetch_part, fetch_register
+from lakeckpt.checkpoint.persist.log import read_entry
+from lakeckpt.errors import CheckpointDamaged, StorageError, WireError
+from lakeckpt.lake.storage.base import Storage
 
 __all__ = ["Earlier", "Wanted"]
 
@@ -41,6 +47,15 @@ class Earlier:
         """Return the files of ``part``, which was committed."""
         places = {(slab.spec, slab.digest): slab for one in part.tensors for slab in one.slabs}
         return cls(files=part.files, places=places)
+
+    @classmethod
+    def read(cls, storage: Storage, slot: int, rank: int) -> Earlier:
+        """Return the files of the part that ``rank`` wrote for the commit in ``slot``; none if it cannot be read."""
+        with contextlib.suppress(WireError, CheckpointDamaged, StorageError):
+            found = read_entry(storage, slot)
+            if isinstance(found, Manifest) and rank < found.world_size:
+                return cls.of(fetch_part(storage, found, fetch_register(storage, found), rank))
+        return cls()
 
     def found(self, wanted: Iterable[Wanted]) -> dict[Wanted, SlabRecord]:
         """Return the ``wanted`` slabs that need not be written, with the place of each in ``files``.

@@ -2,15 +2,15 @@
 
 ::
 
-    log → [candidates] → [choosing]: which checkpoint      memory of the node → [from_memory]: a newer cut
-                |             |                                   |
-       empty? [away]          +------------> [restorer] <---------+        [rollback]: an order in the log
-                                                 |
-                 [presence]: is another job alive here?
-                                                 v
-                          [trial]: [from_storage] reads → [compare] → [load_into] live objects
-                                                 |
-                          [table_versions]: which version each reader goes on with
-                                                 |
-                          [changes]: what the script has otherwise than before
+    log → [run_log] → [choosing]: which checkpoint        memory of the node → [from_memory]: a newer cut
+                |          |                                      |
+       empty? [away]       +--------------> [restorer] <----------+
+                                                |
+                [presence]: is another job alive here?
+                                                v
+       [from_storage] or [from_memory] reads → [applying]: [compare] → [load_into] live objects
+                                                |
+                         [table_versions]: which version each reader goes on with
+                                                |
+                         [changes]: what the script has otherwise than before
 """

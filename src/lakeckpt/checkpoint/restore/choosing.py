@@ -12,23 +12,20 @@ The module starts no threads that outlive a call.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lakeckpt import __version__
 from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.manifest import Begin, Manifest, Restored
 from lakeckpt.checkpoint.persist.commit import superseded
 from lakeckpt.checkpoint.persist.history import at_work, has_obeyed
-from lakeckpt.checkpoint.persist.log import LOG, SlotTaken, put_entry, slot_path
-from lakeckpt.checkpoint.restore.candidates import RunLog, before_orders, no_such_step
+from lakeckpt.checkpoint.persist.log import LOG, SlotTaken, put_entry, signed, slot_path
 from lakeckpt.checkpoint.restore.changes import facts_of, recorded, say_changes
 from lakeckpt.checkpoint.restore.from_memory import Offer, where_it_goes_on
+from lakeckpt.checkpoint.restore.run_log import RunLog, before_orders, no_such_step
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, DamageWarning, StorageError
 from lakeckpt.lake.storage.base import Storage, clear_leftovers, expect_folder
 
@@ -142,11 +139,7 @@ class Chooser(RunLog):
                 run=self.view.run or run,
                 slot=slot,
                 world_size=self._world_size,
-                library=__version__,
-                created_s=float(self._clock()),
-                write_id=uuid.uuid4().hex,
-                host=socket.gethostname(),
-                pid=os.getpid(),
+                **signed(self._clock),
                 facts=recorded(facts_of(self._objects), before[-1] if before else None, self._objects),
             )
             if before and take_over is not None:
@@ -182,11 +175,7 @@ class Chooser(RunLog):
             slot=begun + 1,
             attempt=begun,
             restored=None if choice["slot"] == "none" else int(choice["slot"]),
-            library=__version__,
-            created_s=float(self._clock()),
-            write_id=uuid.uuid4().hex,
-            host=socket.gethostname(),
-            pid=os.getpid(),
+            **signed(self._clock),
             skipped=dict(skipped),
             captured=captured,
             rolled_back_to=int(choice["obeys"]) if choice["obeys"] else None,

@@ -1,6 +1,10 @@
-"""This module compares a loaded state with the live objects, before anything is changed.
+"""This module compares a candidate, a state that may be restored, with the live objects, before anything is changed.
 
-`differences` lists every missing, extra and mis-shaped entry of modules and optimizers, optimizers of another class,
+A `Candidate` is a checkpoint or a cut in memory, complete but for the bytes of its tensors: a
+`lakeckpt.checkpoint.state.loaded.TensorSource` reads these from files or from an arena. It is compared and applied
+(`lakeckpt.checkpoint.restore.applying`) in the same way, whatever its source is.
+
+`compare` lists every missing, extra and mis-shaped entry of modules and optimizers, optimizers of another class,
 and parts of tensors that no rank saved. Of other objects, only the names are compared: such an object refuses its state
 itself. So does a part of a module that loads itself (`lakeckpt.checkpoint.state.own_loading`): `on_trial` returns the
 parts that do not fit as they are. The module reads no tensor and changes no object.
@@ -8,14 +12,17 @@ parts that do not fit as they are. The module reads no tensor and changes no obj
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from lakeckpt.checkpoint.format.manifest import ReaderRecord
+from lakeckpt.checkpoint.consumed.pending import PendingRecord
+from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.format.sharing import say_ranks
+from lakeckpt.checkpoint.restore.table_versions import Pins
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.checkpoint.state.names import fitted, parameter_names
 from lakeckpt.checkpoint.state.optimizer_states import differences_of_states, states_in
@@ -27,18 +34,53 @@ from lakeckpt.errors import CheckpointError, CheckpointMismatch
 from lakeckpt.tracking.readers import TrackedReader
 from lakeckpt.wire.envelope import TensorRef
 
-__all__ = ["differences", "fitted_to", "has_torchs_state", "on_trial", "refusal"]
+__all__ = ["Candidate", "compare", "has_torchs_state", "on_trial"]
 
 _MOST_LINES = 40
-_BUILD_ALIKE = "Build the same objects as when it was saved, or start a run at another place"
 
 
-def refusal(lines: list[str], *, where: str, advice: str = _BUILD_ALIKE) -> CheckpointMismatch:
-    """Return the error for a checkpoint that does not fit; ``advice`` says what to do."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What one rank may restore: a checkpoint, or a cut in memory that goes on from it (or from the start of the
+    run)."""
+
+    manifest: Manifest | None
+    captured: CutId | None = None
+    is_checked: bool = True
+    """Whether what is read is compared with checksums: not so for a cut in memory that no agent has hashed."""
+    step: int
+    readers: Mapping[str, ReaderRecord]
+    pending: Mapping[str, tuple[PendingRecord, ...]] = field(default_factory=dict)
+    """What was consumed between the two, by reader."""
+    loaded: Loaded
+    pins: Pins = field(default_factory=Pins)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        if self.captured is not None:
+            return f"the cut of step {self.step} in memory"
+        assert self.manifest is not None
+        return f"the checkpoint in slot {self.manifest.slot}"
+
+    def held(self, objects: Mapping[str, Any], allow_missing: Collection[str]) -> Mapping[str, Any]:
+        """Return those of ``objects`` that are compared and loaded: all but what is missing here and may be."""
+        missing = frozenset(allow_missing) - self.loaded.trees.keys() - self.readers.keys()
+        return {name: one for name, one in objects.items() if name not in missing}
+
+
+def compare(objects: Mapping[str, Any], candidate: Candidate, *, advice: str) -> Candidate:
+    """Return the ``candidate`` with its state as ``objects`` take it. Raise `CheckpointMismatch` if it
+    does not fit them; ``advice`` says what to do."""
+    here, misfits = _fitted_to(objects, candidate.loaded)
+    _refuse_unlike(objects, here)
+    lines = _differences(objects, here, candidate.readers, misfits)
+    if not lines:
+        return replace(candidate, loaded=here)
     shown = "\n  ".join(lines[:_MOST_LINES])
     more = f"\n  … and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
-    return CheckpointMismatch(
-        f"the checkpoint {where} does not fit the live objects; nothing was changed:\n  {shown}{more}\n{advice}"
+    raise CheckpointMismatch(
+        f"{candidate.name} does not fit the live objects; nothing was changed:\n  {shown}{more}\n{advice}"
     )
 
 
@@ -55,13 +97,13 @@ def has_torchs_state(one: object) -> bool:
     return isinstance(state, Mapping) and "state" in state and "param_groups" in state
 
 
-def differences(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, ReaderRecord]) -> list[str]:
-    """Return one line for each thing in which the checkpoint does not fit ``objects``; none where it fits.
-
-    `CheckpointMismatch` if it is of another number of ranks, which had different parameters or optimizer states.
-    """
-    here, misfits = fitted_to(objects, loaded)
-    _refuse_unlike(objects, here)
+def _differences(
+    objects: Mapping[str, Any],
+    loaded: Loaded,
+    readers: Mapping[str, ReaderRecord],
+    misfits: Mapping[str, list[str]],
+) -> list[str]:
+    """Return one line for each thing in which the state does not fit ``objects``; none if it fits."""
     lines = []
     tracked = {name for name, one in objects.items() if isinstance(one, TrackedReader)}
     for name in sorted({*objects, *loaded.trees, *readers}):
@@ -75,14 +117,14 @@ def differences(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str
         elif saved_as_reader != (name in tracked):
             lines.append(f"{name!r} was {'' if saved_as_reader else 'not '}a tracked reader when it was saved")
         elif isinstance(objects[name], torch.nn.Module):
-            found = _of_module(name, objects[name], here)
+            found = _of_module(name, objects[name], loaded)
             lines += [line for key, line in found if key is None or part_of(objects[name], key) is None]
         elif has_torchs_state(objects[name]):
-            lines += _of_optimizer(name, objects[name], here, misfits.get(name, []))
+            lines += _of_optimizer(name, objects[name], loaded, misfits.get(name, []))
     return lines
 
 
-def fitted_to(objects: Mapping[str, Any], loaded: Loaded) -> tuple[Loaded, dict[str, list[str]]]:
+def _fitted_to(objects: Mapping[str, Any], loaded: Loaded) -> tuple[Loaded, dict[str, list[str]]]:
     """Return the state with the parameters of each optimizer numbered as they are here, and for each optimizer the
     lines that say which parameters do not fit.
 
@@ -131,7 +173,7 @@ def _refuse_unlike(objects: Mapping[str, Any], loaded: Loaded) -> None:
 
 def on_trial(objects: Mapping[str, Any], loaded: Loaded) -> dict[str, tuple[Any, Any]]:
     """Return name → (object, tree) for all that loads itself and does not fit as it is: parts of modules, and
-    optimizers. ``loaded`` is a result of `fitted_to`."""
+    optimizers. ``loaded`` was compared."""
     found: dict[str, tuple[Any, Any]] = {}
     for name, one in objects.items():
         tree = loaded.trees.get(name)

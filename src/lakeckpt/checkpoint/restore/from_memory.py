@@ -13,25 +13,22 @@ threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
-from lakeckpt.checkpoint.arena.contents import Contents, contents_of
+from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.consumed.pending import PendingRecord, pending_from_bytes, since
-from lakeckpt.checkpoint.format.digests import LEAF_BYTES
+from lakeckpt.checkpoint.consumed.pending import pending_from_bytes, since
 from lakeckpt.checkpoint.format.fields import CutId
-from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord, Restored
-from lakeckpt.checkpoint.format.parts import SHARING
-from lakeckpt.checkpoint.format.sharing import sharing_from_bytes
-from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of
-from lakeckpt.checkpoint.state.wholes import wholes_of
+from lakeckpt.checkpoint.format.manifest import Manifest, Restored
+from lakeckpt.checkpoint.restore.compare import Candidate
+from lakeckpt.checkpoint.restore.from_storage import commit_in
+from lakeckpt.checkpoint.state.loaded import loaded_of
 from lakeckpt.errors import ArenaDamaged
 from lakeckpt.lake.storage.base import Storage
 
-__all__ = ["Offer", "Recalled", "Remembered", "where_it_goes_on"]
+__all__ = ["Offer", "Remembered", "where_it_goes_on"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,19 +79,6 @@ def _offer(attempt: int, captured: CutId | None, *, least: int) -> Offer:
     return Offer(attempt=attempt, least=least, also=also)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recalled:
-    """A generation of this rank, read but for its tensors."""
-
-    loaded: Loaded
-    is_checked: bool
-    """Whether its tensors are compared with checksums as they are copied: the agent has taken them."""
-    pending: Mapping[str, tuple[PendingRecord, ...]]
-    """reader → what was consumed since the commit."""
-    last: Mapping[str, ReaderRecord]
-    """reader → its last pending record, which ends at the cut; its state is the same on every rank."""
-
-
 class Remembered:
     """The memory of ``rank`` of ``world_size``, in ``folder``, of runs in ``storage``. Used by one thread, which calls
     `release` at the end."""
@@ -113,63 +97,44 @@ class Remembered:
         digest = digest_of_run(run, self._storage)
         return Generations(self._folder, identity_of(digest, rank=self._rank, world_size=self._world_size))
 
-    def recall(self, run: str, which: CutId, *, recorded: int | None) -> Recalled:
-        """Read a generation, and lock it until `release`; the log has recorded all up to step ``recorded``.
+    def recall(self, run: str, cut: CutId, *, slot: int | None) -> Candidate:
+        """Read the generation of ``cut``, which goes on from the commit in ``slot``, and lock it until `release`.
 
-        If ``recorded`` is None, no commit could replace a generation that turns out to be damaged while it is copied.
-        Then all of it is verified here, and once more as it is copied. Tensors are verified only if the agent has taken
-        the generation's checksums. Raises `ArenaDamaged`, `WireError` and
-        `CheckpointDamaged` if it is not what was written.
+        If ``slot`` is None, no commit could replace a generation that turns out to be damaged while it is copied. Then
+        all of it is verified here, and once more as it is copied. Tensors are verified only if the agent has taken the
+        generation's checksums. Raises `ArenaDamaged`, `WireError` and `CheckpointDamaged` if it is not what was
+        written.
         """
         self.release()
+        manifest = None if slot is None else commit_in(self._storage, slot)
+        recorded = 0 if manifest is None else manifest.step
         generations = self._generations(run)
         self._held.callback(generations.close)
-        held = self._held.enter_context(generations.hold(which))
+        held = self._held.enter_context(generations.hold(cut))
         if held is None:
-            raise ArenaDamaged(f"step {which.step} of attempt {which.attempt} is not in memory any more")
+            raise ArenaDamaged(f"step {cut.step} of attempt {cut.attempt} is not in memory any more")
         contents = contents_of(held)
-        if recorded is None:
+        if manifest is None:
             contents.verify()
-        trees = contents.documents.trees
-        shared = sharing_from_bytes(trees[SHARING]) if SHARING in trees else {}
         every = {name: pending_from_bytes(data) for name, data in contents.documents.readers.items()}
         loaded = loaded_of(
-            trees,
+            contents.documents.trees,
             specs=contents.specs,
-            wholes=wholes_of(contents.specs, shared),
-            source=_InArena(contents),
-            what=f"step {which.step} in memory",
+            source=contents,
+            what=f"step {cut.step} in memory",
         )
-        done = which.step == (recorded or 0)
-        return Recalled(
-            loaded=loaded,
+        done = cut.step == recorded
+        return Candidate(
+            manifest=manifest,
+            captured=cut,
             is_checked=contents.checksums is not None,
-            pending={name: () if done else since(pending, recorded or 0) for name, pending in every.items()},
-            last={name: pending[-1].record for name, pending in every.items() if pending},
+            step=cut.step,
+            readers={name: pending[-1].record for name, pending in every.items() if pending},
+            pending={name: () if done else since(pending, recorded) for name, pending in every.items()},
+            loaded=loaded,
         )
 
     def release(self) -> None:
         """Unlock the generation that was read: it may be written again."""
         self._held.close()
         self._held = ExitStack()
-
-
-class _InArena:
-    """Tensors in a generation that is locked."""
-
-    __slots__ = ("_contents",)
-
-    def __init__(self, contents: Contents) -> None:
-        self._contents = contents
-
-    def fill(self, into: Mapping[str, memoryview]) -> None:
-        self._contents.fill(into)
-
-    def fill_range(self, key: str, start: int, into: memoryview) -> None:
-        self._contents.fill_range(key, start, into)
-
-    def unit_bytes(self, key: str) -> int:
-        return LEAF_BYTES
-
-    def same(self, one: str, other: str) -> bool:
-        return self._contents.read(one) == self._contents.read(other)

@@ -2,8 +2,8 @@
 
 It reads and verifies the records of parts and the trees of items, but no tensor. `Loaded.check` verifies the heads and
 sizes of the files of tensors that this rank needs. The tensors are read later, into the memory that the caller names,
-and verified as they come. On fewer ranks, the ranks divide among themselves the tensors that none of them needs, and
-verify these: damage in any file is noticed. The module changes no live object.
+and verified as they come. What no rank needs is not read (``lakeckpt verify`` reads all). The module changes no live
+object.
 
 On the same number of ranks, each rank first reads its own part and the parts that hold the rest of its state
 (`load_own`); these are few, even where a thousand ranks share all tensors. A rank reads the parts of all ranks only if
@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -31,18 +32,21 @@ from lakeckpt.checkpoint.format.fields import holds
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.parts import SHARING, PartRecord, TensorRecord, TreeRecord
 from lakeckpt.checkpoint.format.register import Register
-from lakeckpt.checkpoint.format.sharing import is_part_key, sharing_from_bytes
+from lakeckpt.checkpoint.format.sharing import is_part_key
 from lakeckpt.checkpoint.format.verified_reads import StoredSlab, fetch_part, fetch_register, open_files, read_slabs
+from lakeckpt.checkpoint.persist.log import read_entry, slot_path
+from lakeckpt.checkpoint.restore.compare import Candidate
 from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of, tree_of
 from lakeckpt.checkpoint.state.random_states import RANDOM
 from lakeckpt.checkpoint.state.rank_differences import Unlike, contents_of, different, refuse_divided, unlike_of
-from lakeckpt.checkpoint.state.wholes import Whole, Wholes, wholes_of
-from lakeckpt.errors import CheckpointDamaged, WireError
+from lakeckpt.checkpoint.state.wholes import Whole, Wholes
+from lakeckpt.errors import CheckpointDamaged, NewerFormat, WireError
 from lakeckpt.lake.storage.base import Storage
 
-__all__ = ["fetch_parts", "load", "load_from", "load_own"]
+__all__ = ["commit_in", "committed", "fetch_parts", "load", "load_from", "load_own"]
 
 _READ_THREADS = 8
+_Record = TypeVar("_Record", TensorRecord, TreeRecord)
 
 
 class _Stored:
@@ -95,6 +99,30 @@ class _Stored:
         return self._wanted[one][0].digest == self._wanted[other][0].digest
 
 
+def commit_in(storage: Storage, slot: int) -> Manifest:
+    """Return the commit in ``slot``. `CheckpointDamaged` if there is none, `NewerFormat`."""
+    try:
+        manifest = read_entry(storage, slot)
+    except NewerFormat:
+        raise
+    except WireError as error:
+        raise CheckpointDamaged(f"{slot_path(slot)}: {error}") from error
+    if not isinstance(manifest, Manifest):
+        raise CheckpointDamaged(f"{slot_path(slot)}: expected a commit")
+    return manifest
+
+
+def committed(
+    storage: Storage, slot: int, *, rank: int, world_size: int, items: Collection[str] | None = None
+) -> Candidate:
+    """Return what ``slot`` committed, as ``rank`` of ``world_size`` takes it; with ``items``, these alone. Raises as
+    `load` does."""
+    manifest = commit_in(storage, slot)
+    loaded = load(storage, manifest, rank=rank, world_size=world_size, items=items)
+    readers = {name: one for name, one in manifest.readers.items() if items is None or name in items}
+    return Candidate(manifest=manifest, step=manifest.step, readers=readers, loaded=loaded)
+
+
 def load(
     storage: Storage, manifest: Manifest, *, rank: int, world_size: int, items: Collection[str] | None = None
 ) -> Loaded:
@@ -142,12 +170,6 @@ def load_from(
     except CheckpointDamaged as error:
         raise CheckpointDamaged(f"slot {manifest.slot}: {error}") from error
     stored = _Stored(storage, parts, records.values())
-    unneeded = _unneeded(parts, world_size)[rank::world_size] if items is None else []
-
-    def check() -> None:
-        stored.open([key for key in records if not is_part_key(key)])
-        _verify(storage, unneeded)
-
     loaded = loaded_of(
         {item: record.document for item, record in _trees_of(wanted, source).items()},
         specs={key: record.spec for key, record in records.items()},
@@ -159,7 +181,7 @@ def load_from(
     )
     return replace(
         loaded,
-        check=check,
+        check=partial(stored.open, [key for key in records if not is_part_key(key)]),
         random=loaded.random if rank < manifest.world_size else None,
         unlike=None if world_size == manifest.world_size else unlike_of(contents, manifest.world_size),
     )
@@ -183,22 +205,6 @@ def _of_ranks(
     composed = {name: one for name, one in composed.items() if name not in records}
     pieces = {record.spec.key: record for _, several in composed.values() for record in several}
     return {name: whole for name, (whole, _) in composed.items()}, pieces | records
-
-
-def _unneeded(parts: Sequence[PartRecord], world_size: int) -> list[tuple[PartRecord, TensorRecord]]:
-    """Return the whole tensors that none of the first ``world_size`` ranks had."""
-    return [
-        (part, one)
-        for part in parts
-        for one in part.tensors
-        if not is_part_key(one.spec.key) and all(start >= world_size for start, _ in one.ranks)
-    ]
-
-
-def _verify(storage: Storage, tensors: Sequence[tuple[PartRecord, TensorRecord]]) -> None:
-    files = {part.files[slab.file].path: (part, slab.file) for part, one in tensors for slab in one.slabs}
-    ids = {id(one) for _, one in tensors}
-    read_slabs(storage, [slab for slab in open_files(storage, files.values()) if id(slab.tensor) in ids], {})
 
 
 def _divided(parts: Sequence[PartRecord], world_size: int) -> dict[str, list[TreeRecord]]:
@@ -245,13 +251,10 @@ def load_own(storage: Storage, manifest: Manifest, *, rank: int, items: Collecti
             return None
         wanted = [_only(part, items) for part in parts]
         records = _tensors_of(wanted, rank)
-        documents = {item: record.document for item, record in _trees_of(wanted, rank).items()}
-        specs = {key: record.spec for key, record in records.items()}
         stored = _Stored(storage, parts, records.values())
         loaded = loaded_of(
-            documents,
-            specs=specs,
-            wholes=wholes_of(specs, sharing_from_bytes(documents[SHARING]) if SHARING in documents else {}),
+            {item: record.document for item, record in _trees_of(wanted, rank).items()},
+            specs={key: record.spec for key, record in records.items()},
             source=stored,
             per_rank=own.outline.different,
             what=f"slot {manifest.slot}, rank {rank}",
@@ -274,18 +277,17 @@ def _fetched(storage: Storage, manifest: Manifest, register: Register, ranks: It
 
 def _tensors_of(parts: Sequence[PartRecord], rank: int) -> dict[str, TensorRecord]:
     """Return the tensors that ``rank`` had, parts of tensors among them."""
-    found: dict[str, TensorRecord] = {}
-    for record in (record for part in parts for record in part.tensors if holds(record.ranks, rank)):
-        if record.spec.key in found:
-            raise CheckpointDamaged(f"two parts hold tensor {record.spec.key!r} of rank {rank}")
-        found[record.spec.key] = record
-    return found
+    return _of_rank(((one.spec.key, one) for part in parts for one in part.tensors), rank, "tensor")
 
 
 def _trees_of(parts: Sequence[PartRecord], rank: int) -> dict[str, TreeRecord]:
-    found: dict[str, TreeRecord] = {}
-    for record in (record for part in parts for record in part.trees if holds(record.ranks, rank)):
-        if record.item in found:
-            raise CheckpointDamaged(f"two parts hold the state of {record.item!r} of rank {rank}")
-        found[record.item] = record
+    return _of_rank(((one.item, one) for part in parts for one in part.trees), rank, "the state of")
+
+
+def _of_rank(every: Iterable[tuple[str, _Record]], rank: int, what: str) -> dict[str, _Record]:
+    found: dict[str, _Record] = {}
+    for name, record in ((name, record) for name, record in every if holds(record.ranks, rank)):
+        if name in found:
+            raise CheckpointDamaged(f"two parts hold {what} {name!r} of rank {rank}")
+        found[name] = record
     return found

@@ -9,7 +9,7 @@ states, wherever that is contiguous in host memory. Other memory (a GPU's, strid
 bounded number of bytes at a time. Then every object loads its state in the ordinary way, so that hooks run and plain
 values are set: it is given its own tensors.
 
-The caller has compared every entry (`lakeckpt.checkpoint.restore.compare.differences`). If bytes are found to be
+The caller has compared every entry (`lakeckpt.checkpoint.restore.compare.compare`). If bytes are found to be
 damaged while they are read in place, the objects hold a mixture: the caller must load another checkpoint into all of
 them, or say so. Types come from the live objects, so that nothing in a file can name code.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -29,11 +29,11 @@ import torch
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
-from lakeckpt.checkpoint.restore.compare import fitted_to, has_torchs_state, on_trial
+from lakeckpt.checkpoint.restore.compare import has_torchs_state, on_trial
 from lakeckpt.checkpoint.state.loaded import Loaded
 from lakeckpt.checkpoint.state.optimizer_states import fits, states_in
 from lakeckpt.checkpoint.state.shards import is_sharded, local_of, offsets_of
-from lakeckpt.checkpoint.state.tensors import empty_for, host_bytes, in_dim_order, tied_key
+from lakeckpt.checkpoint.state.tensors import batches_of, empty_for, host_bytes, in_dim_order, tied_key
 from lakeckpt.checkpoint.state.tree import alongside, flatten, rebuild, references
 from lakeckpt.errors import CheckpointError, CheckpointMismatch, DamageWarning, StateError, StorageError
 from lakeckpt.tracking.readers import StartingReader, TrackedReader
@@ -92,7 +92,7 @@ def load_small(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str,
     `DamageWarning` names one that refuses to go back).
     """
     small = [name for name, one in objects.items() if name not in readers and not is_large(one)]
-    trial = on_trial(objects, fitted_to(objects, loaded)[0])
+    trial = on_trial(objects, loaded)
     objects = {**objects, **{name: one for name, (one, _) in trial.items()}}
     loaded = replace(loaded, trees={**loaded.trees, **{name: tree for name, (_, tree) in trial.items()}})
     small += trial
@@ -166,7 +166,6 @@ def load_in_place(objects: Mapping[str, Any], loaded: Loaded) -> None:
 
     Raises `CheckpointDamaged`, `StorageError`, and `CheckpointMismatch` naming an object that refused its state.
     """
-    loaded, _ = fitted_to(objects, loaded)
     large = {name: one for name, one in objects.items() if is_large(one)}
     targets: dict[str, torch.Tensor] = {}
     for name, one in large.items():
@@ -188,7 +187,8 @@ def _read(targets: Mapping[str, torch.Tensor], loaded: Loaded) -> None:
     divided = {key for key in rest if is_sharded(targets[key]) or key in loaded.wholes}
     for key in divided:
         loaded.read_part(key, offsets_of(key, targets[key]), local_of(targets[key]))
-    for keys in _batches([key for key in rest if key not in divided], loaded.specs):
+    whole = [key for key in rest if key not in divided]
+    for keys in batches_of(whole, lambda key: loaded.specs[key].size_bytes, _BUFFER_BYTES):
         for key, tensor in loaded.read(keys).items():
             with torch.no_grad():
                 targets[key].copy_(tensor)
@@ -250,19 +250,6 @@ def _direct(targets: Mapping[str, torch.Tensor], loaded: Loaded) -> dict[str, st
         if saved is not None:
             found[key] = saved.key
     return found
-
-
-def _batches(keys: list[str], specs: Mapping[str, TensorSpec]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size_bytes = 0
-    for key in keys:
-        if batch and size_bytes + specs[key].size_bytes > _BUFFER_BYTES:
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(key)
-        size_bytes += specs[key].size_bytes
-    if batch:
-        yield batch
 
 
 def _load(one: Any, tree: Any, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -16,11 +16,12 @@ import torch
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import Ranks
 from lakeckpt.checkpoint.format.parts import SHARING
+from lakeckpt.checkpoint.format.sharing import sharing_from_bytes
 from lakeckpt.checkpoint.state.random_states import RANDOM, check_random
 from lakeckpt.checkpoint.state.rank_differences import Unlike
 from lakeckpt.checkpoint.state.tensors import empty_for, in_dim_order
 from lakeckpt.checkpoint.state.tree import references, tree_from_bytes, union_of
-from lakeckpt.checkpoint.state.wholes import Whole
+from lakeckpt.checkpoint.state.wholes import Whole, wholes_of
 from lakeckpt.errors import CheckpointDamaged, UnsupportedValue, WireDamaged
 
 __all__ = ["Loaded", "TensorSource", "loaded_of", "tree_of"]
@@ -154,17 +155,20 @@ def loaded_of(
     documents: Mapping[str, bytes],
     *,
     specs: Mapping[str, TensorSpec],
-    wholes: Mapping[str, Whole],
     source: TensorSource,
     what: str,
+    wholes: Mapping[str, Whole] | None = None,
     per_rank: tuple[str, ...] = (),
     divided: Mapping[str, Sequence[bytes]] = MappingProxyType({}),
 ) -> Loaded:
     """Return the state that the ``documents`` of trees (random states among them) and ``source`` make up.
 
+    ``wholes``: the tensors in parts; None: those of which there are parts among ``specs``, of this rank alone.
     ``divided``: the documents of all ranks for items whose states are merged. ``what`` names the state in errors.
     `CheckpointDamaged` if documents and tensors do not match.
     """
+    if wholes is None:
+        wholes = wholes_of(specs, sharing_from_bytes(documents[SHARING]) if SHARING in documents else {})
     read = {item: tree_of(item, document) for item, document in documents.items() if item != SHARING}
     for item, more in divided.items():
         for tree, kind in (tree_of(item, document) for document in more):

@@ -10,9 +10,9 @@ parameter and of its moments side by side, and an object around such an optimize
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from lakeckpt.errors import UnsupportedValue
 
 __all__ = [
     "as_bytes",
+    "batches_of",
     "dim_order_of",
     "empty_for",
     "host_bytes",
@@ -33,6 +34,9 @@ __all__ = [
     "spec_of",
     "tied_key",
 ]
+
+
+_T = TypeVar("_T")
 
 
 def spec_of(key: str, tensor: torch.Tensor) -> TensorSpec:
@@ -175,6 +179,20 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     A contiguous tensor of a single element may have any strides (``table[:1, 0]``), which ``view`` refuses.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def batches_of(items: Iterable[_T], size_of: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:
+    """Yield ``items`` in batches that are together no larger than ``most_bytes``; a larger item is a batch alone."""
+    batch: list[_T] = []
+    size_bytes = 0
+    for one in items:
+        if batch and size_bytes + size_of(one) > most_bytes:
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(one)
+        size_bytes += size_of(one)
+    if batch:
+        yield batch
 
 
 def empty_for(spec: TensorSpec) -> tuple[torch.Tensor, memoryview]:

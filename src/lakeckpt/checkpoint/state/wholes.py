@@ -15,19 +15,17 @@ The module never reads storage, changes nothing, and never imports torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-
-import numpy as np
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import Ranks, holds, joined
 from lakeckpt.checkpoint.format.parts import SHARING, PartRecord, TensorRecord, TreeRecord
-from lakeckpt.checkpoint.format.sharing import PartPlace, Sharing, place_of, say_ranks, sharing_from_bytes
+from lakeckpt.checkpoint.format.sharing import PartPlace, Sharing, place_of, say_ranks, sharing_from_bytes, untiled
 from lakeckpt.errors import CheckpointDamaged, WireError
 
-__all__ = ["Box", "Region", "SavedPart", "Whole", "Wholes", "untiled", "wholes_of"]
+__all__ = ["Region", "SavedPart", "Whole", "Wholes", "wholes_of"]
 
 
 def _whole_spec(place: PartPlace, part: TensorSpec) -> TensorSpec:
@@ -223,44 +221,3 @@ def _whole_of(pieces: Sequence[_Piece]) -> TensorSpec:
     if wrong is not None:
         raise CheckpointDamaged(f"tensor {spec.key!r}: {wrong}")
     return spec
-
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""(offsets, sizes) of a part, of as many dimensions as the whole."""
-
-
-def untiled(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
-    """Return what is wrong with the parts of a whole of ``shape``; None if every element is in one part, none in two.
-
-    >>> untiled((4, 2), [((0, 0), (3, 2)), ((3, 0), (1, 2))])
-    >>> untiled((4, 2), [((0, 0), (3, 2)), ((2, 0), (1, 2))])
-    'parts at (0, 0) and (2, 0) overlap'
-    >>> untiled((4, 2), [((0, 0), (3, 2))])
-    'its parts have 6 of 8 elements'
-    """
-    every = list(boxes)
-    for offsets, sizes in every:
-        if not len(offsets) == len(sizes) == len(shape):
-            return f"a part at {offsets} of {sizes} has other dimensions than {shape}"
-        if any(at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
-            return f"a part at {offsets} of {sizes} is not inside of {shape}"
-    overlap = _overlap([one for one in every if prod(one[1])])
-    if overlap is not None:
-        return overlap
-    held = sum(prod(sizes) for _, sizes in every)
-    return None if held == prod(shape) else f"its parts have {held} of {prod(shape)} elements"
-
-
-def _overlap(boxes: list[Box]) -> str | None:
-    """Return which boxes overlap: the edges of all boxes cut the space into cells, and no cell is in two of them."""
-    dims = len(boxes[0][0]) if boxes else 0
-    edges = [np.unique([(at[dim], at[dim] + size[dim]) for at, size in boxes]) for dim in range(dims)]
-    owners = np.full([len(known) for known in edges], -1)
-    for box, (offsets, sizes) in enumerate(boxes):
-        ends = ((at, at + size) for at, size in zip(offsets, sizes, strict=True))
-        cells = tuple(slice(*known.searchsorted(pair)) for known, pair in zip(edges, ends, strict=True))
-        other = int(owners[cells].max())
-        if other >= 0:
-            return f"parts at {boxes[other][0]} and {offsets} overlap"
-        owners[cells] = box
-    return None

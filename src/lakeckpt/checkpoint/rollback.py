@@ -9,16 +9,12 @@ The module never imports torch, and starts no threads that outlive a call.
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import time
-import uuid
 from collections.abc import Callable
 
-from lakeckpt import __version__
 from lakeckpt.checkpoint.format.manifest import Manifest, Restored
-from lakeckpt.checkpoint.persist.log import SlotTaken, put_entry
-from lakeckpt.checkpoint.restore.candidates import RunLog, before_orders, no_such_step
+from lakeckpt.checkpoint.persist.log import SlotTaken, put_entry, signed
+from lakeckpt.checkpoint.restore.run_log import RunLog, before_orders, no_such_step
 from lakeckpt.errors import AttemptSuperseded, CheckpointNotFound
 from lakeckpt.lake.storage.base import Storage, describe
 
@@ -49,11 +45,7 @@ def roll_back(storage: Storage, step: int, *, clock: Callable[[], float] = time.
             slot=log.view.last + 1,
             attempt=None,
             restored=found.slot,
-            library=__version__,
-            created_s=float(clock()),
-            write_id=uuid.uuid4().hex,
-            host=socket.gethostname(),
-            pid=os.getpid(),
+            **signed(clock),
             rolled_back_to=step,
         )
         with contextlib.suppress(SlotTaken):
