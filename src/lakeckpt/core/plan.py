@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from lakeckpt.core.cached import cached_property
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Begun, EpochDeal, Left, Rest, inside
 from lakeckpt.core.order import EpochLayout, OrderSpec

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lakeckpt.core.cached import cached_property
 from lakeckpt.core.streams.turns import CARRIED, MOST_ROWS_OFF, Turns
 from lakeckpt.wire.documents import Count, as_row
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from lakeckpt.core.cached import cached_property
 from lakeckpt.core.changes import check_whole, dealt_anew, opening, replan, unread, without
 from lakeckpt.core.identity import Identity, Mixing
 from lakeckpt.core.intervals import Intervals

@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from lakeckpt.core.cached import cached_property
 from lakeckpt.core.hashing import derive_key, hash64
 
 __all__ = ["CARRIED", "MOST_ROWS_OFF", "Turns"]

@@ -16,9 +16,9 @@ import copy
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
+from lakeckpt.core.cached import cached_property
 from lakeckpt.core.changes import moved, part_of
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import EPOCH_NUMBERS
