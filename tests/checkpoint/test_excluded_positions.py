@@ -48,6 +48,8 @@ def dataset(table: Table, kind: str, **options: Any) -> LakeDataset:
         return LakeDataset(table, **plain | {"batch_size": 7}, transform=two, rows="many")
     if kind == "filtered":
         return LakeDataset(table, **plain, filters=[("id", ">", 3)])
+    if kind == "rows":
+        return LakeDataset(table, **plain)
     if kind == "packed in order":
         plain |= {"shuffle": False}
     length = plain.pop("length", 16)
@@ -71,7 +73,8 @@ class Job:
         if isinstance(self.kinds, str):
             return dataset(*tables.values(), self.kinds, **plain)
         every = {name: dataset(one, self.kinds[name], **plain) for name, one in tables.items()}
-        return mix({name: (one, 2.0 if name == "a" else 1.0) for name, one in every.items()}, num_lanes=lanes)
+        found = mix({name: (one, 2.0 if name == "a" else 1.0) for name, one in every.items()}, num_lanes=lanes)
+        return pack(found, length=16) if "rows" in self.kinds.values() else found
 
     def attempt(
         self, exclude: dict[str, Pairs] | None = None, *, ranks: int = 1, steps: int | None = None, lost: int = 0
@@ -247,3 +250,32 @@ def test_a_mixture_with_whole_documents_goes_on_without_the_windows_of_damaged_r
     healthy = {*range(1, 1 + GROUPS * TOKENS)} - tokens_of(excluded["a"])
     lost = TOKENS * sum(one.rows for one in whole.excluded)
     assert complete and sum(max(0, complete - counts[token]) for token in healthy) <= lost
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_packed_mixture_goes_on_without_the_windows_of_damaged_row_groups_of_its_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    dice = random.Random(seed)
+    lakes = {"a": make_lake(tmp_path / "a", 1), "b": make_lake(tmp_path / "b", 10_001)}
+    job = Job(monkeypatch, lakes, {"a": "rows", "b": "rows"}, seed=seed, num_lanes=dice.choice((None, 6)))
+    excluded: dict[str, Pairs] = {"a": [], "b": []}
+    for name in ("a", "b", "a"):
+        assert not job.attempt(excluded, ranks=dice.choice((1, 2)), steps=dice.randrange(4, 20))
+        group = ("a.parquet", dice.choice([one for one in range(GROUPS) if ("a.parquet", one) not in excluded[name]]))
+        Damage(open_table(lakes[name])).hurt(*group)
+        excluded[name].append(group)
+    assert not job.attempt(excluded, ranks=2, steps=60, lost=1)
+    report = job.audited()
+    assert report.verdict == "except" and report.excluded, report
+    for reader, first in zip(report.readers, (1, 10_001), strict=True):
+        assert not reader.doubts and not reader.findings
+        counts = Counter(token for token in job.tokens if first <= token < first + 10_000)
+        assert max(counts.values()) <= len(reader.epochs)
+        complete = sum(one.status == "complete" for one in reader.epochs)
+        damaged = excluded[reader.name[-1]]
+        healthy = [one for one in documents(lakes[reader.name[-1]]) if not one & tokens_of(damaged, first)]
+        # Of a document that has begun, some tokens came before.
+        missing = sum(max(0, complete - min(counts[token] for token in one)) for one in healthy)
+        listed = sum(one.rows for one in reader.excluded if (one.file, one.row_group) not in damaged)
+        assert complete and missing <= listed

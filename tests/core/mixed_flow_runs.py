@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from lakeckpt.core.changes import moved, part_of
 from lakeckpt.core.merge import merge, merge_states
-from lakeckpt.core.receipts import LaneMove, LaneRead
-from lakeckpt.core.state import Frontier, State
-from lakeckpt.core.streams.lane_batches import LaneBatches
+from lakeckpt.core.plan import Plan
+from lakeckpt.core.receipts import LaneRead
+from lakeckpt.core.state import State
+from lakeckpt.core.streams.flow_turns import FlowTurns
+from lakeckpt.core.streams.lane_batches import LaneBatches, PositionItems
 from lakeckpt.core.streams.mixed_batches import MixedReceipt
 from lakeckpt.core.streams.mixture import advanced, stretches
 from tests.core.flow_runs import positions_of
@@ -34,32 +37,33 @@ class Rank:
 
     def step(self, found: Items) -> MixedReceipt:
         dealt = next(self.assignments)
-        reads, frontiers = {}, dict[tuple[int, int], Frontier]()
+        reads = dict[int, LaneRead]()
         for part in dealt.block.parts_of(dealt.number):
             assert part.rows == int((dealt.block.order[dealt.number] == part.source).sum())
             for span in part.spans:
                 found.update((part.source, span.epoch, at, 0) for at in range(span.start, span.stop))
-            if part.plan is not None:
-                reads[part.source] = self._read(part.source, part.plan, dealt.receipt.lane, part.rows, found)
+            if part.flow is not None:
+                reads |= self._read(part.source, part.flow, dealt.receipt.lane, part.rows, found)
         receipt = dealt.receipt.with_reads(self.state.mixing.names, reads)
         frontiers = {move.key: move.after for move in receipt.moves}
         self.state = advanced(moved(self.state, step=self.state.step + 1, frontiers=frontiers))
         return receipt
 
-    def _read(self, source: int, plan: object, lane: int, rows: int, found: Items) -> LaneRead:
-        if (source, lane) not in self.lanes:
-            begin = plan.state.frontiers[lane]
-            positions = positions_of(plan, lane, begin[0], self.counts)
-            self.lanes[source, lane] = LaneBatches(positions, begin=begin, batch_size=1)
-        made = self.lanes[source, lane].take(rows)
+    def _read(self, number: int, flow: FlowTurns, lane: int, rows: int, found: Items) -> dict[int, LaneRead]:
+        if (number, lane) not in self.lanes:
+            begin = flow.begin(lane)
+            every = {source: self._positions(source, plan, flow, lane, begin[0]) for source, plan in flow.plans.items()}
+            positions = (next(every[source]) for source in flow.sources(lane, begin[0]))
+            self.lanes[number, lane] = LaneBatches(positions, begin=begin, batch_size=1)
+        made = self.lanes[number, lane].take(rows)
         assert made.count == rows
-        found.update((source, *item) for item in made.items)
-        return LaneRead(
-            move=LaneMove(lane=lane, before=made.before, after=made.after, source=source),
-            spans=tuple(plan.lane_spans(lane, made.before[0], made.touched)),
-            items=made.count,
-            is_last=False,
-        )
+        found.update(made.items)
+        return flow.reads(lane, made)
+
+    def _positions(self, source: int, plan: Plan, flow: FlowTurns, lane: int, done: int) -> Iterator[PositionItems]:
+        mine, _ = flow.frontier(source, lane, (done, 0))
+        for one in positions_of(plan, lane, mine, self.counts):
+            yield replace(one, items=[(source, *item) for item in one.items])
 
 
 class Job:

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.core.changes import moved, part_of
-from lakeckpt.core.consumption import consumption
+from lakeckpt.core.consumption import consumed, consumption
 from lakeckpt.core.identity import Identity, Maker, Mixing
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.merge import merge, merge_states
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixing import fractions
-from lakeckpt.core.streams.mixture import advanced, joined, replanned, reweighed, started
+from lakeckpt.core.streams.mixture import MixedPlan, advanced, joined, replanned, reweighed, started
+from lakeckpt.core.streams.turns import CARRIED, MOST_ROWS_OFF
 from lakeckpt.errors import StateError, StateMismatch
 from lakeckpt.wire.envelope import dumps, loads
 from tests.core.mixed_flow_runs import Items, Job, Rank
@@ -106,6 +107,98 @@ def test_each_item_of_every_source_is_consumed_once_on_any_chain(
         assert state.held is not None and len(state.held.done) == state.segment.num_lanes * sum(map(bool, makers))
     assert set(items.values()) <= {1}
     assert items == claimed(state, counts)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    st.lists(st.integers(1, 25), min_size=3, max_size=3),
+    st.lists(st.sampled_from([0, 0, 1, 2, 3, 17]), min_size=1, max_size=9).filter(any),
+    legs,
+    st.sampled_from(WEIGHTS),
+)
+def test_each_token_of_a_packed_mixture_is_consumed_once_on_any_chain(
+    rows: list[int], numbers: list[int], chain: list[Any], weights: list[int]
+) -> None:
+    def counts(epoch: int, at: int) -> int:
+        return numbers[hash((epoch, at)) % len(numbers)]
+
+    state = begin([order_of(count, "documents") for count in rows], mixing_of(weights, packs=True))
+    items: Items = Counter()
+    for topology, steps, lost in chain:
+        before, state = state, replanned(state, topology_of(*topology))
+        stays = state.segment.num_lanes == before.segment.num_lanes
+        assert not stays or state.frontiers == before.frontiers, "documents stay in their lanes"
+        before, job = state, Job(state, counts)
+        for _ in range(steps):
+            job.step()
+        state = job.state
+        items += job.items
+        for _ in range(lost):
+            job.step()
+        for source in range(3):
+            consumption(before.of(source), state.of(source))
+        for lane in range(state.segment.num_lanes):
+            done = [state.frontiers[source, lane][0] for source in range(3)]
+            shares = [sum(done) * weight / sum(weights) for weight in weights]
+            carried = [abs(one) / CARRIED for one in state.segment.carried or (0, 0, 0)]
+            assert all(
+                abs(mine - share) <= MOST_ROWS_OFF + sum(carried) for mine, share in zip(done, shares, strict=True)
+            )
+    assert set(items.values()) <= {1}
+    assert items == claimed(state, counts)
+
+
+def packed(rows: list[int], weights: list[int], **given: int) -> State:
+    return begin([order_of(count, "documents") for count in rows], mixing_of(weights, packs=True), **given)
+
+
+def test_sources_of_a_packed_mixture_do_not_drift_from_their_shares_over_many_changes_of_lanes() -> None:
+    state, weights = packed([900, 900, 900], [1, 5, 2]), [1, 5, 2]
+    for turn in range(61):
+        job = Job(replanned(state, topology_of(1, 1 + turn % 5, 3)), seven)
+        for _ in range(9):
+            job.step()
+        state = job.state
+    done = [sum(one.size for one in consumed(state.of(source)).values()) for source in range(3)]
+    assert done == pytest.approx([sum(done) * weight / 8 for weight in weights], abs=2)
+
+
+def test_micro_batches_of_a_packed_mixture_are_the_same_for_all_ranks_that_divide_the_lanes() -> None:
+    def run(*worlds: int) -> list[Items]:
+        found, state = [], packed([50, 40], [3, 2], lanes=4)
+        for world_size in worlds:
+            job = Job(replanned(state, {"num_lanes": 4, "batch_size": 4, "world_size": world_size}), seven)
+            for _ in range(8 // world_size):
+                job.step()
+            state = job.state
+            found.append(job.items)
+        return found
+
+    assert run(1, 1) == run(2, 4) == run(4, 1)
+
+
+def test_a_source_joins_a_packed_mixture_and_documents_that_have_begun_go_on() -> None:
+    job = Job(packed([9, 30], [1, 1], lanes=2), seven)
+    for _ in range(5):
+        job.step()
+    mixing = replace(mixing_of([2, 1, 1], packs=True), names=("new", "s0", "s1"))
+    after = joined(job.state, mixing, (order_of(20, "documents"), *job.state.orders))
+    assert after.begun
+    more = Job(after, seven)
+    for _ in range(8):
+        more.step()
+    every = Counter({(source + 1, *item): count for (source, *item), count in job.items.items()}) + more.items
+    assert set(every.values()) == {1} and every == claimed(more.state, seven)
+
+
+def test_frontiers_at_which_sources_cannot_stand_together_are_refused() -> None:
+    job = Job(packed([50, 40], [3, 2], lanes=2), seven)
+    job.step()
+    for key, frontier in {(0, 0): (4, 0), (1, 1): (0, 3)}.items():
+        wrong = moved(job.state, step=1, frontiers={key: frontier})
+        turns = MixedPlan(State.from_plain(wrong.to_plain())).flows[0]
+        with pytest.raises(StateError, match=rf"no job comes to this reader state: the sources of lane {key[1]} stand"):
+            turns.begin(key[1])
 
 
 def two(epoch: int, at: int) -> int:

@@ -266,9 +266,10 @@ def test_what_cannot_be_tokenized_is_refused(texts: Path, options: Any, error: t
 
 def test_a_mixture_is_not_packed_as_if_it_were_its_first_source(texts: Path) -> None:
     mixed = mix({"a": (LakeDataset(texts, batch_size=2), 0.5), "b": (LakeDataset(texts, batch_size=2), 0.5)})
-    for options in ({"tokenizer": tokenize}, {}):
-        with pytest.raises(ConfigError, match="pack its sources, and mix them then"):
-            pack(mixed, length=8, column="text", **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a tokenizer=: pack each source, and mix them then"):
+        pack(mixed, length=8, column="text", tokenizer=tokenize)
+    with pytest.raises(SchemaError, match="source 'a' of the mixture cannot be packed: column 'text' is string"):
+        pack(mixed, length=8, column="text")
 
 
 def text_again(text: str) -> Any:

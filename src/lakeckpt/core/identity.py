@@ -141,13 +141,15 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixing:
-    """How the sources of a mixture take turns. A state has the first three fields: they decide which source a row comes
+    """How the sources of a mixture take turns. A state has the first four fields: they decide which source a row comes
     from, together with the weights of its segments."""
 
     names: tuple[str, ...]
     seed: int
     whole: bool
     """True if a micro-batch is of one source."""
+    packs: bool = False
+    """True if sources take turns by documents, of which the sequences of a micro-batch are made; False: by rows."""
     weights: tuple[int, ...] = field(default=(), compare=False)
     """At the start, as `lakeckpt.core.streams.mixing.fractions` returns them."""
     exhausted: Exhausted = field(default="next_epoch", compare=False)
@@ -155,15 +157,16 @@ class Mixing:
     """(step, weights from this step on), in ascending order."""
 
     def to_plain(self) -> list[object]:
-        """Return [names, seed, whole]."""
-        return [list(self.names), self.seed, self.whole]
+        """Return [names, seed, whole], and of a packed mixture True."""
+        return [list(self.names), self.seed, self.whole, *([True] if self.packs else [])]
 
     @classmethod
     def from_plain(cls, plain: object) -> Mixing:
         """Return what `to_plain` made ``plain`` of; ValueError if it is nothing of the kind."""
-        names, seed, whole = plain if type(plain) is list and len(plain) == 3 else (None, None, None)
+        packs = type(plain) is list and len(plain) == 4 and plain[3] is True
+        names, seed, whole = plain[:3] if type(plain) is list and len(plain) == 3 + packs else (None, None, None)
         if not (type(names) is list and all(type(one) is str for one in names) and names):
             raise ValueError(f"a mixture is [names, seed, whole], got {plain!r:.80}")
         if type(seed) is not int or type(whole) is not bool or len(set(names)) < len(names):
             raise ValueError(f"a mixture is [names, seed, whole], got {plain!r:.80}")
-        return cls(names=tuple(names), seed=seed, whole=whole)
+        return cls(names=tuple(names), seed=seed, whole=whole, packs=packs)

@@ -88,7 +88,8 @@ def merge_states(parts: Iterable[Mapping[str, Any]]) -> dict[str, object]:
     """Return the state of the whole job from the ``state_dict()`` of each of its ranks.
 
     If a transform is declared ``rows="many"``, texts are tokenized where they are read, or whole documents are packed,
-    each rank knows the place of its own lanes only, and its state is its part; also of a mixture with such a source. If
+    each rank knows the place of its own lanes only, and its state is its part; also of a mixture with such a source, or
+    that is packed. If
     all states are of the whole job (ranks in lockstep, or before the first batch of an epoch), they are equal, and one
     of them is returned.
 

@@ -348,7 +348,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Give the sources of a `lakeckpt.mix`, each of which ``weights`` names, other weights from the next step on.
-        Every rank must do so at the same step. Rows that were read ahead are read anew. Raises ConfigError."""
+        Every rank must do so at the same step. Rows that were read ahead are read anew. Raises ConfigError, also for a
+        mixture that is packed."""
         self._settle()
         self._progress.set_weights(weights)
         self._early = None

@@ -10,5 +10,7 @@
                        |
     state → [mixture]: plans all sources, changes weights → [mixed_batches]: assignments, receipts
 
+    which source gives the next position of a lane of a flow: [flow_turns]
+
     items of each position of a lane → [lane_batches] → micro-batches, and where the lane stands after each
 """

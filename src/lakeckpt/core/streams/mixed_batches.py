@@ -14,8 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.plan import LayoutKey, Plan, cut_spans
+from lakeckpt.core.plan import LayoutKey, cut_spans
 from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt, Span
+from lakeckpt.core.streams.flow_turns import FlowTurns
 from lakeckpt.wire.documents import to_plain
 
 __all__ = ["AnyReceipt", "MixedAssignment", "MixedBlock", "MixedReceipt", "Part", "planned_receipt"]
@@ -137,8 +138,9 @@ class Part(NamedTuple):
     layouts: tuple[LayoutKey, ...]
     """As in `lakeckpt.core.plan.Assignment`."""
     rows: int
-    plan: Plan | None = None
-    """If the consumption of the source depends on the data, the plan by which its lanes go on, in place of spans."""
+    flow: FlowTurns | None = None
+    """If consumption depends on the data, the turns by which lanes go on, in place of spans. Of a packed mixture, they
+    are those of all sources, and ``source`` is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -165,7 +167,7 @@ class MixedBlock:
                 tuple(cut_spans(one.spans, starts[one.source], stops[one.source])),
                 one.layouts,
                 stops[one.source] - starts[one.source],
-                one.plan,
+                one.flow,
             )
             for one in self.parts
             if starts[one.source] < stops[one.source]

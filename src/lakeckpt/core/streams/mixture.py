@@ -3,7 +3,8 @@
 Micro-batch m of a mixture comes from one lane, as any other, and lane l of the mixture reads lane l of each source.
 `State.of` shows the state as one source sees it, and `lakeckpt.core.plan.Plan` plans that source as a stream of which
 each micro-batch has a share. So the ledger derives from one record what each source consumed. Of a source that has a
-maker, the plan says how many rows a micro-batch has; which positions these take, only reading tells.
+maker, the plan says how many rows a micro-batch has; which positions these take, only reading tells. Of a packed
+mixture, whose sources take turns by documents (`lakeckpt.core.streams.flow_turns`), only reading tells both.
 
 Weights change where a segment begins: by `reweighed`, at the steps of a schedule, or where a source is used up. The
 last two are pure functions of the state, so that every rank and every worker finds the same step (`stretches`).
@@ -27,6 +28,7 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Rest, turns
 from lakeckpt.core.plan import Plan, dealt_in, share_of
 from lakeckpt.core.state import Segment, State
+from lakeckpt.core.streams.flow_turns import FlowTurns
 from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, Part, planned_receipt
 from lakeckpt.core.streams.mixing import Share, fractions
 from lakeckpt.core.streams.stream import StreamDeal
@@ -57,7 +59,6 @@ class MixedPlan:
         self.mixing, self.weights = state.mixing, state.segment.weights
         self._plans: dict[int, Plan] = {}
         self._shares: dict[int, Share] = {}
-        self._makers = frozenset(state.makers)
         self._blocks: dict[int, MixedBlock] = {}
         """Lane → the block that was planned last."""
 
@@ -77,6 +78,14 @@ class MixedPlan:
         if number not in self._shares:
             self._shares[number] = share_of(self.state.of(number), self.segment)
         return self._shares[number]
+
+    @cached_property
+    def flows(self) -> dict[int, FlowTurns]:
+        """The turns of each source that has a maker and a weight; of a packed mixture, those of all sources, as 0."""
+        plans = {number: self.source(number) for number in self.state.makers if self.weights[number]}
+        if self.mixing.packs:
+            return {0: FlowTurns(plans=plans, shares={number: self.share(number) for number in plans})}
+        return {number: FlowTurns(plans={number: plan}) for number, plan in plans.items()}
 
     @cached_property
     def _reader(self) -> str:
@@ -182,15 +191,18 @@ class MixedPlan:
         """Plan the next micro-batches of ``lane``, as far as the segment goes."""
         size, last = self.segment.batch_size, self._last_turn(lane)
         count = _BLOCK if last is None else max(1, min(_BLOCK, last - turn))
-        order = self.share(0).sources(lane, turn, size, count).reshape(count, size)
+        if self.mixing.packs:
+            order = np.zeros((count, size), np.uint16)
+        else:
+            order = self.share(0).sources(lane, turn, size, count).reshape(count, size)
         sources = len(self.mixing.names)
         places = order + np.arange(count)[:, None] * sources
         rows = np.bincount(places.reshape(-1), minlength=count * sources).reshape(count, sources)
         before = np.concatenate([np.zeros((1, sources), np.int64), np.cumsum(rows, axis=0)]).tolist()
         parts = []
         for source, given in enumerate(before[-1]):
-            if given and source in self._makers:
-                parts.append(Part(source, (), (), given, self.source(source)))
+            if given and source in self.flows:
+                parts.append(Part(source, (), (), given, self.flows[source]))
             elif given:
                 plan, start = self.source(source), self.share(source).before_one(lane, turn, size)
                 spans = self._deal(source).lane_spans(lane, start, start + given)
@@ -241,7 +253,9 @@ def replanned(state: State, topology: Mapping[str, Any]) -> State:
         return state
     check_whole(state)
     segment = state.segment
-    if before | {"world_size": topology["world_size"]} == topology:  # the deal goes on: micro-batches stay as they are
+    # The deal goes on: micro-batches stay as they are. In a packed mixture, documents do.
+    its = {"batch_size": topology["batch_size"]} if state.mixing is not None and state.mixing.packs else {}
+    if before | {"world_size": topology["world_size"], **its} == topology:
         return _opened(state, topology, segment.weights, segment.carried)
     return _opened(state, topology, segment.weights, _carried(state, topology["num_lanes"]))
 
@@ -290,8 +304,10 @@ def _carried(state: State, num_lanes: int) -> tuple[int, ...] | None:
     if state.step == 0 and not state.bases:
         return None
     plan, segment = MixedPlan(state), state.segment
-    done = turns(plan.micro_batch(state.step) - plan.first, segment.num_lanes)
-    every = (plan.share(number).excess(done, segment.batch_size) for number in range(len(state.orders)))
+    done, size = turns(plan.micro_batch(state.step) - plan.first, segment.num_lanes), segment.batch_size
+    if plan.mixing.packs and state.held is not None:  # documents that have begun count in the new lanes
+        done, size = np.reshape(state.held.done, (len(state.orders), -1)).sum(axis=0), 1
+    every = (plan.share(number).excess(done, size) for number in range(len(state.orders)))
     return tuple(round(one / num_lanes) for one in every)
 
 

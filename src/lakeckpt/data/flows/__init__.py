@@ -7,6 +7,7 @@
        rows of a lane → [source] → transform of the user by [calls]: rows
                             |      or [tokens]: sequences of tokens of texts
                             |      or [whole]: sequences of whole documents
+                            |      or [documents]: sequences of tokens of several sources
                             v
                         [reading] → micro-batches of the lanes of a process
                             |

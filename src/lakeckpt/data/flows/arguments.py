@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from lakeckpt.data.base_dataset import BaseDataset
+from lakeckpt.data.flows.documents import DocumentSource
 from lakeckpt.data.flows.ends import ends_of
 from lakeckpt.data.flows.feed import Feed
 from lakeckpt.data.flows.source import FlowSource
@@ -17,6 +18,7 @@ from lakeckpt.data.options import ReadOptions, one_of
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.progress import Progress
 from lakeckpt.errors import ConfigError
+from lakeckpt.reading.packed.packing import Packing
 
 __all__ = ["check_flow", "check_no_workers", "feed_of", "source_of"]
 
@@ -65,6 +67,8 @@ def source_of(dataset: BaseDataset, options: ReadOptions, pinned: Pinned, transf
     kind: type[FlowSource] = FlowSource
     if pinned.packing is not None:
         kind = WholeSource
+    elif isinstance(transform, Packing):
+        kind = DocumentSource
     elif isinstance(transform, Tokenizing):
         kind, size = TokenSource, size * transform.length
     return kind(pinned, output=dataset.output, options=options, transform=transform, row_wise=False), size

@@ -189,6 +189,6 @@ class LaneRows:
     def _check_idle(self, lane: int, idle: int) -> None:
         if self._plan.sizes is None and idle > self._plan.state.identity.rows:
             raise ConfigError(
-                f"the transform has yielded no row for {idle:,} rows of lane {lane}, one after another, more than an "
-                "epoch has: an endless stream of such rows never gives a micro-batch"
+                f"{idle:,} rows of lane {lane}, one after another and more than an epoch has, gave nothing: an endless "
+                "stream of such rows never gives a micro-batch"
             )

@@ -28,10 +28,10 @@ from lakeckpt.errors import ConfigError, SchemaError, shown
 from lakeckpt.lake.table.schema import check_agreed
 from lakeckpt.reading.columns.gather import cut
 from lakeckpt.reading.columns.ragged import map_column
-from lakeckpt.reading.packed.packing import COLUMNS
+from lakeckpt.reading.packed.packing import COLUMNS, Packing
 from lakeckpt.reading.packed.sequences import NO_LABEL, Sequences, with_ends
 
-__all__ = ["TokenSource", "Tokenizing", "check_text", "given", "no_sequences"]
+__all__ = ["TokenSource", "Tokenizing", "check_text", "given", "no_sequences", "sequences_of"]
 
 _MOST_TOKEN = 2**31
 
@@ -125,7 +125,7 @@ class TokenSource(FlowSource):
 
     def columns_of(self, made: LaneBatch) -> dict[str, Any] | None:
         """Return the tokens of a micro-batch as sequences; None where there are none."""
-        return given(_sequences(made, self._tokenizing), self.output) if made.count else None
+        return given(sequences_of(made, self._tokenizing), self.output) if made.count else None
 
     def empty(self, state: State) -> dict[str, Any]:
         """Return the columns of a batch without sequences."""
@@ -145,24 +145,24 @@ def no_sequences(length: int, columns: Sequence[str], *, dtype: Any = np.int32) 
     return with_ends(cut(found.columns(columns), 0, 0, lambda array: array))
 
 
-def _sequences(made: LaneBatch, tokenizing: Tokenizing) -> dict[str, Any]:
+def sequences_of(made: LaneBatch, how: Tokenizing | Packing, dtype: Any = np.int32) -> dict[str, Any]:
     """Return the pieces of documents in ``made``, one after another, cut into sequences; padding is one more piece.
 
     ``cu_seqlens`` has the lengths of the pieces in each sequence.
     """
-    length, count = tokenizing.length, made.count
+    length, count = how.length, made.count
     rows = -(-count // length)
-    padding = np.full(rows * length - count, tokenizing.padding)
-    tokens = np.concatenate([*(ids[start:stop] for ids, start, stop in made.pieces), padding]).astype(np.int32)
+    padding = np.full(rows * length - count, how.padding)
+    tokens = np.concatenate([*(ids[start:stop] for ids, start, stop in made.pieces), padding]).astype(dtype)
     ends = np.cumsum([stop - start for _, start, stop in made.pieces])
     bounds = np.union1d(np.append(ends, 0), np.arange(rows + 1) * length)
     follows = None
-    if "labels" in tokenizing.columns:
+    if "labels" in how.columns:
         labels = np.concatenate([*(_labels(*piece) for piece in made.pieces), np.full(len(padding), NO_LABEL)])
         follows = labels[bounds[1:] - 1]
     paddings = np.searchsorted(bounds, [count] * (len(padding) > 0))
     found = Sequences(tokens.reshape(rows, length), bounds, paddings=paddings, follows=follows)
-    return cut(found.columns(tokenizing.columns), 0, rows, lambda array: array)
+    return cut(found.columns(how.columns), 0, rows, lambda array: array)
 
 
 def _labels(ids: Any, start: int, stop: int) -> npt.NDArray[np.int64]:

@@ -175,10 +175,10 @@ def _check_mixing(mine: Mixing, its: Mixing) -> None:
             f"the state is of a mixture of {list(its.names)}, and this one has no source {gone[0]!r}: name it in "
             "lakeckpt.mix, with a weight of 0 if no more of it is to be read"
         )
-    ways = {False: "row", True: "batch"}
+    ways = [("document, as pack of a mixture" if one.packs else "batch" if one.whole else "row") for one in (mine, its)]
     pairs: dict[str, tuple[Any, Any]] = {
         "seed": (mine.seed, its.seed),
-        "granularity": (ways[mine.whole], ways[its.whole]),
+        "granularity": (ways[0], ways[1]),
     }
     if len(mine.names) == len(its.names):  # else a source is added, and numbers change
         pairs |= {f"the number of source {one!r}": (at, its.names.index(one)) for at, one in enumerate(mine.names)}

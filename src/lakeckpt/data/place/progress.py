@@ -279,6 +279,8 @@ class Progress:
         """Go on with other weights of a mixture from the current step; `settle` first."""
         if self.mixing is None:
             raise ConfigError("set_weights changes the weights of a lakeckpt.mix, and this loader reads one dataset")
+        if self.mixing.packs:
+            raise ConfigError("pack of a mixture has no set_weights: pack each source, and mix them then")
         self._advance(reweighed(advanced(self.state), checked_weights(weights, self.mixing.names)))
         self.replanned += 1
 

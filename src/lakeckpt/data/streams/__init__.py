@@ -3,8 +3,9 @@
 ::
 
     dataset of documents → [pack] → dataset of sequences
+    mixture of documents → [pack] → [packed_mixture]: mixture whose sequences have documents of several sources
 
     datasets and weights → [mix] → mixture → [mixed_source]: takes each row from its source → micro-batches
                                                   ^
-              raw text, whole documents, rows of a transform: [mixed_flows] takes what lanes have next
+              raw text, documents, rows of a transform: [mixed_flows] takes what lanes have next
 """

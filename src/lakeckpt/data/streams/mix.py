@@ -55,7 +55,8 @@ def mix(
 
     Each source has its own table version, order and epochs, and every row of it counts exactly once in each of its
     epochs. Sources may be of any kind: rows, packed sequences, texts that are tokenized where they are read, whole
-    documents, and rows that a transform yields (``rows="many"``). Which source a row comes from depends on the weights,
+    documents, and rows that a transform yields (``rows="many"``). `pack` of a mixture of rows of tokens makes sequences
+    with documents of several sources. Which source a row comes from depends on the weights,
     the seed and the place of the row alone. Of the first n rows of a lane, each source has its share to within two
     rows, counted from the last change of weights or lanes on.
 
@@ -131,6 +132,8 @@ class MixedDataset(BaseDataset):
         memory_limit_bytes: int | None,
     ) -> None:
         super().__init__()
+        self._described, self._source_column = datasets, source_column
+        """Name → the dataset that describes a source; and the name of the column of their numbers."""
         every = list(datasets.values())
         self.batch_size, self.output = batch_size, every[0].output
         self._explicit_rank, self._dp_group = every[0]._explicit_rank, every[0]._dp_group
@@ -164,6 +167,22 @@ class MixedDataset(BaseDataset):
     def _version(self) -> str:
         every = self.sources.values()
         return " ".join(digest for one in every for digest in (one.table.index.digest, *one.source.earlier))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_described": {}}
+
+    def _remade(self, datasets: Mapping[str, LakeDataset]) -> MixedDataset:
+        """Return a mixture like this one of the documents of ``datasets``, packed."""
+        mixing = self._progress.mixing
+        assert mixing is not None
+        return MixedDataset(
+            replace(mixing, packs=True),
+            datasets,
+            batch_size=self.batch_size or 1,
+            num_lanes=self._progress._num_lanes,
+            source_column=None,
+            memory_limit_bytes=self._source.memory_limit_bytes,
+        )
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:

@@ -15,14 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lakeckpt.core.plan import Plan
+from lakeckpt.core.receipts import LaneRead
+from lakeckpt.core.streams.flow_turns import FlowTurns
 from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, MixedReceipt, Part
 from lakeckpt.core.streams.mixture import MixedPlan
 from lakeckpt.data.batch import Batch
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.memory import Budget, budget_of
 from lakeckpt.data.source import BatchSource, Iterations, delivered
-from lakeckpt.data.streams.mixed_flows import FlowLanes, FlowRows
+from lakeckpt.data.streams.mixed_flows import FlowLanes
 from lakeckpt.errors import SchemaError
 from lakeckpt.reading.columns.gather import cut, gather, new_array
 from lakeckpt.reading.columns.ragged import Ragged
@@ -44,8 +45,8 @@ class _Read:
         self.block, self.order, self.parts = block, order, parts
         self.columns: dict[str, Any] | None = None
         """The rows, once they are taken."""
-        self.flows: dict[int, FlowRows] = {}
-        """Source → what was taken of it, if its consumption depends on the data."""
+        self.flows: dict[int, LaneRead] = {}
+        """Source → what was read of it, if its consumption depends on the data."""
 
 
 class _Opened(NamedTuple):
@@ -96,14 +97,14 @@ class MixedSource(Iterations):
 
     def follow(self, readers: _Readers, plan: MixedPlan, turns: Sequence[tuple[int, int]]) -> None:
         """Have ``readers`` read ahead lanes of ``plan``, given as (turn, lane)."""
-        for number, weight in enumerate(plan.weights):
-            if number in plan.state.makers:
-                if weight and not readers.has(number):
-                    lanes = [(plan.first + lane) % plan.segment.num_lanes for _, lane in turns]
-                    readers.flow(number, plan.source(number)).follow(lanes, weight / sum(plan.weights))
-            elif weight or readers.has(number):
-                mine, share = turns if weight else [], weight / sum(plan.weights)
-                self._sources[number].follow(readers.of(number), plan.source(number), mine, share)
+        shares = [weight / sum(plan.weights) for weight in plan.weights]
+        lanes = [(plan.first + lane) % plan.segment.num_lanes for _, lane in turns]
+        for number, flow in plan.flows.items():
+            if not any(map(readers.has, flow.plans)):
+                readers.flow(number, flow).follow(lanes, shares)
+        for number, share in enumerate(shares):
+            if number not in plan.state.makers and (share or readers.has(number)):
+                self._sources[number].follow(readers.of(number), plan.source(number), turns if share else [], share)
 
     def open(self, readers: _Readers, assignment: MixedAssignment) -> _Opened:
         """Begin to decode the rows of ``assignment``, and those that are read with them, by ``readers``, which
@@ -127,8 +128,8 @@ class MixedSource(Iterations):
     ) -> _Read:
         opened = [
             self._sources[one.source].open_spans(readers.of(one.source), one.spans, one.layouts)
-            if one.plan is None
-            else readers.flow(one.source, one.plan)
+            if one.flow is None
+            else readers.flow(one.source, one.flow)
             for one in parts
         ]
         return _Read(block, order, list(zip(parts, opened, strict=True)))
@@ -152,7 +153,7 @@ class MixedSource(Iterations):
                 )
             found[self._source_column] = self._numbers(read.order[start:stop])
         if read.flows:
-            receipt = receipt.with_reads(self._names, {source: one.read for source, one in read.flows.items()})
+            receipt = receipt.with_reads(self._names, read.flows)
         return Batch(found, receipt)  # type: ignore[arg-type]
 
     def _taken(self, readers: _Readers, read: _Read, receipt: MixedReceipt) -> dict[str, Any]:
@@ -161,8 +162,9 @@ class MixedSource(Iterations):
         columns = []
         for part, opened in read.parts:
             if isinstance(opened, FlowLanes):
-                read.flows[part.source] = opened.take(receipt.lane, part.rows)
-                columns.append(read.flows[part.source].columns)
+                taken = opened.take(receipt.lane, part.rows)
+                read.flows |= taken.reads
+                columns.append(taken.columns)
             else:
                 columns.append(self._columns(readers, part, opened, receipt, raw=raw))
         if len(columns) == 1:
@@ -224,13 +226,12 @@ class _Readers:
             self._readers[source] = self._sources[source].new_reader(self._lanes, self._budget)
         return self._readers[source]
 
-    def flow(self, source: int, plan: Plan) -> FlowLanes:
-        """Return the lanes of a source whose consumption depends on the data, from the frontiers of ``plan`` on."""
-        if source not in self._flows:
-            flow = self._sources[source]
-            assert isinstance(flow, FlowSource)
-            self._flows[source] = FlowLanes(flow, plan, self.of(source), self._lanes)
-        return self._flows[source]
+    def flow(self, number: int, turns: FlowTurns) -> FlowLanes:
+        """Return the lanes of the sources of ``turns``, whose consumption depends on the data; ``number`` names
+        them."""
+        if number not in self._flows:
+            self._flows[number] = FlowLanes(turns, self._sources, self.of, self._lanes)
+        return self._flows[number]
 
     def has(self, source: int) -> bool:
         """Return whether a source was read."""

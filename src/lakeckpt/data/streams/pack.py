@@ -8,24 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.flows.tokens import Tokenizing, check_text
 from lakeckpt.data.options import flag, one_of, positive
+from lakeckpt.data.streams.mix import MixedDataset
+from lakeckpt.data.streams.packed_mixture import packed_mixture
 from lakeckpt.errors import ConfigError, shown
 from lakeckpt.reading.packed.packing import COLUMNS, DTYPES, Packing
 
-__all__ = ["cumulative_lengths", "pack"]
+__all__ = ["Packable", "cumulative_lengths", "pack"]
 
+Packable = TypeVar("Packable", LakeDataset, MixedDataset)
+"""A dataset of documents, or a mixture of such datasets."""
 _MOST = 1 << 24
 """The longest sequence, in tokens."""
 
 
 def pack(
-    dataset: LakeDataset,
+    dataset: Packable,
     *,
     length: int,
     column: str = "tokens",
@@ -39,7 +43,7 @@ def pack(
     tokenizer: Any = None,
     documents: Literal["cut", "whole"] = "cut",
     too_long: Literal["cut", "drop"] = "cut",
-) -> LakeDataset:
+) -> Packable:
     """Return a dataset of sequences of ``length`` tokens, made of the documents that ``dataset`` reads.
 
     A document is one row of the list column ``column``. The documents of an epoch stand one after another, and are cut
@@ -59,8 +63,8 @@ def pack(
       document, and padding counts as one.
 
     Args:
-        dataset: a `LakeDataset` with a ``batch_size``. It is left as it is. Its ``columns`` do not count; its filter,
-            transform (of packed batches) and options do.
+        dataset: a `LakeDataset` with a ``batch_size``, or a mixture of such datasets (see below). It is left as it is.
+            Its ``columns`` do not count; its filter, transform (of packed batches) and options do.
         length: tokens of a sequence, at least 2.
         column: the column that holds a document's tokens: lists of integers, or with ``dtype`` their bytes. Empty rows
             and nulls are documents without tokens. A null token is refused, `NullValueError`, when its row group is
@@ -96,9 +100,17 @@ def pack(
     are permuted, sequences are not, so a long document may fill a batch. The last sequence of each lane is padded. A
     batch has int32 tokens; ``mask_ends=False``, and a ``transform=`` of the dataset, are refused.
 
-    Without one, how many tokens a row group has is read from its footer; data are read for it only where rows are
-    deleted or filtered, or the footer has no statistics. Of bytes, the integer column ``num_tokens`` of the table has
-    the tokens of each row, if there is one; else the bytes are read once. A run keeps the counts. Raises
+    Of a mixture, ``pack(mix({name: (dataset, weight)}), length=…)``, sequences have documents of several sources, which
+    take turns by documents, in the proportion of their weights: of the first n documents of a lane, each source has its
+    share to within two. Sources have rows of tokens (lists, or bytes with ``dtype``). The stream never ends, and no
+    sequence is padded. Documents are permuted, sequences are not. Consumption depends on the data, as with
+    ``rows="many"``: the state has a place (row, token) for each lane of each source. Weights do not change. Refused are
+    ``tokenizer=``, ``documents="whole"``, ``mask_ends=False``, of the mixture ``schedule=``, ``source_column=``,
+    ``granularity="batch"`` and ``exhausted=``, and of its sources ``transform=``.
+
+    Else how many tokens a row group has is read from its footer; data are read for it only where rows are deleted or
+    filtered, or the footer has no statistics. Of bytes, the integer column ``num_tokens`` of the table has the tokens
+    of each row, if there is one; else the bytes are read once. A run keeps the counts. Raises
     `ConfigError`, `SchemaError`.
     """
     _check(dataset, length)
@@ -120,6 +132,8 @@ def pack(
         whole=documents == "whole",
         drops_long=too_long == "drop",
     )
+    if isinstance(dataset, MixedDataset):
+        return packed_mixture(dataset, packing, tokenizer)
     if tokenizer is None and not packing.whole:
         pinned = replace(dataset._versions.at_hand, columns=[column], packing=packing)
         return dataset._remade(pinned, dataset._source.transform)
@@ -137,10 +151,12 @@ def pack(
 
 def _check(dataset: Any, length: Any) -> None:
     """Raise `ConfigError` where ``dataset`` cannot be packed into sequences of ``length`` tokens."""
-    if hasattr(dataset, "sources"):
-        raise ConfigError("pack takes one dataset, and this is a mixture: pack its sources, and mix them then")
+    if not 2 <= positive("length", length) <= _MOST:
+        raise ConfigError(f"length must be at least 2 (a token, and the next one) and at most {_MOST}, got {length}")
+    if isinstance(dataset, MixedDataset):
+        return
     if not isinstance(dataset, LakeDataset):
-        raise ConfigError(f"pack takes a lakeckpt.LakeDataset, got {type(dataset).__name__}")
+        raise ConfigError(f"pack takes a lakeckpt.LakeDataset or a lakeckpt.mix, got {type(dataset).__name__}")
     dataset._check_not_followed()
     if dataset.yields_many:
         raise ConfigError('pack takes documents as rows of a table, and this dataset has a transform with rows="many"')
@@ -148,8 +164,6 @@ def _check(dataset: Any, length: Any) -> None:
         raise ConfigError("packed sequences come in micro-batches: give the dataset a batch_size, in sequences")
     if dataset.output == "arrow":
         raise ConfigError('packed sequences are tensors or arrays: give the dataset output="torch" or "numpy"')
-    if not 2 <= positive("length", length) <= _MOST:
-        raise ConfigError(f"length must be at least 2 (a token, and the next one) and at most {_MOST}, got {length}")
 
 
 def _tokenizing(packing: Packing, tokenizer: Any) -> Tokenizing:

@@ -42,14 +42,14 @@ class Documents:
         return int(self.tokens.nbytes + self.ends.nbytes + self.rows.nbytes)
 
 
-def documents_of(table: pa.Table, packing: Packing, place: tuple[str, int]) -> Documents:
+def documents_of(table: pa.Table, packing: Packing, place: tuple[str, int], *, first: int = 0) -> Documents:
     """Return the documents of ``table``.
 
-    The table holds a row group: ``place`` is its file, and its number there. Raises `NullValueError` for a null token,
-    and `DataFileDamaged` for bytes that are no whole number of tokens.
+    The table holds a row group, or its rows from the ``first`` on: ``place`` is its file, and its number there. Raises
+    `NullValueError` for a null token, and `DataFileDamaged` for bytes that are no whole number of tokens.
     """
     column = join(table.column(packing.column))
-    offsets, values = _of_bytes(column, packing, place) if packing.dtype else _of_lists(column, packing, place)
+    offsets, values = _of_bytes(column, packing, place, first) if packing.dtype else _of_lists(column, packing, place)
     tokens = values[offsets[0] : offsets[-1]].astype(packing.dtype_in(table.schema), copy=False)
     lengths = np.diff(offsets)
     if len(lengths) and lengths.all():
@@ -90,7 +90,7 @@ def _of_lists(column: pa.Array, packing: Packing, place: tuple[str, int]) -> tup
     return offsets, view(values.buffers()[1], dtype, values.offset, values.offset + len(values))
 
 
-def _of_bytes(column: pa.Array, packing: Packing, place: tuple[str, int]) -> tuple[Array, Array]:
+def _of_bytes(column: pa.Array, packing: Packing, place: tuple[str, int], first: int = 0) -> tuple[Array, Array]:
     """Return the same for a column of bytes."""
     assert packing.dtype is not None
     dtype = np.dtype(packing.dtype).newbyteorder("<")
@@ -107,7 +107,7 @@ def _of_bytes(column: pa.Array, packing: Packing, place: tuple[str, int]) -> tup
         row = int(np.flatnonzero(lengths % dtype.itemsize)[0])
         file, row_group = place
         raise DataFileDamaged(
-            f"row {row} of row group {row_group} of the data file {file!r} has {lengths[row]} bytes in column "
+            f"row {first + row} of row group {row_group} of the data file {file!r} has {lengths[row]} bytes in column "
             f"{packing.column!r}, which are no whole number of {packing.dtype} tokens: write the file again, or give "
             "pack(…, dtype=…) the type that it was written with"
         )
