@@ -100,6 +100,8 @@ def open_saves(
 
     Raises `AgentError` if no agent can be started, `ArenaError` if the folder cannot hold arenas.
     """
+    if gate is not None and counters is not None:
+        counters.waits = gate.waits
     journal = Journal(tracks, step, pending=attempt.pending, recorded=attempt.recorded)
     if place is not None:
         engine, agent, generations = _open_agent(objects, place, exchange, attempt, step, settings, gate, counters)
@@ -155,8 +157,6 @@ def _open_agent(
             linger_s=LINGER_S,
         )
     )
-    if gate is not None and counters is not None:
-        counters.waits = gate.waits
     engine = CaptureEngine(
         objects,
         identity,
