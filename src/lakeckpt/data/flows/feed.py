@@ -17,7 +17,7 @@ from typing import Any
 from lakeckpt.core.plan import Assignment, Plan
 from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt
 from lakeckpt.core.state import State
-from lakeckpt.data.batch import Batch
+from lakeckpt.data.base.batch import Batch
 from lakeckpt.data.flows.calls import empty_of
 from lakeckpt.data.flows.ends import Ends
 from lakeckpt.data.flows.reading import FlowReading, Found

@@ -1,8 +1,8 @@
 """This module reads the rows of a flow's lanes, and calls the transform for each.
 
-`FlowSource` reads rows as `lakeckpt.data.source.BatchSource` does. `LaneRows` has the rows of the lanes of one process,
-for one iteration: windows of each lane are decoded ahead in threads while the transform works. The threads are those of
-the reader; `LaneRows.close` ends them.
+`FlowSource` reads rows as `lakeckpt.data.base.source.BatchSource` does. `LaneRows` has the rows of the lanes of one
+process, for one iteration: windows of each lane are decoded ahead in threads while the transform works. The threads are
+those of the reader; `LaneRows.close` ends them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Span
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.lane_batches import LaneBatch, PositionItems
-from lakeckpt.data.flows.calls import collate, empty_of, maker_of, rows_of_row
+from lakeckpt.data.base.source import BatchSource, delivered, row_of
+from lakeckpt.data.base.transform import maker_of
+from lakeckpt.data.flows.calls import collate, empty_of, rows_of_row
 from lakeckpt.data.flows.fingerprints import rows_digest
-from lakeckpt.data.source import BatchSource, delivered, row_of
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.windows.positions import PositionReader
 
@@ -98,7 +99,7 @@ class FlowSource(BatchSource):
         return None if found is None else delivered(found)
 
     def columns_of(self, made: LaneBatch) -> dict[str, Any] | None:
-        """Return `stacked` before `lakeckpt.data.source.delivered` is called, so that rows can be taken of it."""
+        """Return `stacked` before `lakeckpt.data.base.source.delivered` is called, so that rows can be taken of it."""
         return collate(made.items, output=self.output) if made.count else None
 
     def empty(self, state: State) -> dict[str, Any]:

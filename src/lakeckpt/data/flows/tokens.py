@@ -21,7 +21,7 @@ from lakeckpt.core.identity import Maker
 from lakeckpt.core.receipts import Span
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.lane_batches import LaneBatch
-from lakeckpt.data.flows.calls import maker_of
+from lakeckpt.data.base.transform import maker_of
 from lakeckpt.data.flows.fingerprints import encoder_of, form_of
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.errors import ConfigError, SchemaError, shown

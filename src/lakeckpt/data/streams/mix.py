@@ -1,6 +1,6 @@
 """This module defines `lakeckpt.mix`: a weighted mixture of datasets, each of which is read exactly.
 
-A mixture has one place (`lakeckpt.data.place.progress`), and reads its sources by
+A mixture has one place (`lakeckpt.data.position.progress`), and reads its sources by
 `lakeckpt.data.streams.mixed_source`. The module reads nothing itself and starts no threads.
 """
 
@@ -14,20 +14,20 @@ from torch.utils.data import get_worker_info
 
 from lakeckpt.core.identity import Mixing
 from lakeckpt.core.streams.mixing import MAX_SOURCES
-from lakeckpt.data.base_dataset import BaseDataset
-from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.options import one_of, optional, whole
+from lakeckpt.data.base.source import BatchSource
+from lakeckpt.data.base.transform import CarriedRows
+from lakeckpt.data.dataset.base_dataset import BaseDataset
+from lakeckpt.data.dataset.dataset import LakeDataset
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.flows.tokens import Tokenizing
-from lakeckpt.data.options import one_of, optional, whole
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.orders import Orders, checked_weights
-from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.place.reader import TableReader
-from lakeckpt.data.place.versions import Versions
-from lakeckpt.data.source import BatchSource
+from lakeckpt.data.position.orders import Orders, checked_weights
+from lakeckpt.data.position.progress import Progress
+from lakeckpt.data.position.reader import TableReader
+from lakeckpt.data.position.versions import Versions
 from lakeckpt.data.streams.mixed_flows import Completed
 from lakeckpt.data.streams.mixed_source import MixedSource
-from lakeckpt.data.transform import CarriedRows
 from lakeckpt.errors import ConfigError, SchemaError
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.table import Table

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import torch
 
-from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.base.options import flag, one_of, positive
+from lakeckpt.data.dataset.dataset import LakeDataset
 from lakeckpt.data.flows.tokens import Tokenizing, check_text
-from lakeckpt.data.options import flag, one_of, positive
 from lakeckpt.errors import ConfigError, shown
 from lakeckpt.reading.packed.packing import COLUMNS, DTYPES, Packing
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lakeckpt.data.topology import group_of, resolve_topology
+from lakeckpt.data.base.topology import group_of, resolve_topology
 from lakeckpt.errors import ConfigError, LakeckptError, TableError, error_of
 
 __all__ = ["found_by_first"]

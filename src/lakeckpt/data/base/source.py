@@ -1,8 +1,8 @@
 """This module makes readers and batches for assignments: it reads, converts and transforms rows, in any process alike.
 
 A source says how the rows of one table are read. It holds no place in the data and no rows, and it is picklable, so any
-worker can serve any assignment. `lakeckpt.data.ahead.Ahead` reads with it. The source starts no threads itself; the
-readers that it makes do.
+worker can serve any assignment. `lakeckpt.data.base.ahead.Ahead` reads with it. The source starts no threads itself;
+the readers that it makes do.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torch.utils.data import get_worker_info
 from lakeckpt.core.order import EpochLayout
 from lakeckpt.core.plan import Assignment, LayoutKey, Plan
 from lakeckpt.core.receipts import Receipt, Span
-from lakeckpt.data.batch import Batch, texts
-from lakeckpt.data.memory import Budget, Reads, budget_of
-from lakeckpt.data.options import ReadOptions
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.transform import TransformContext
+from lakeckpt.data.base.batch import Batch, texts
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.memory import Budget, Reads, budget_of
+from lakeckpt.data.base.options import ReadOptions
+from lakeckpt.data.base.transform import TransformContext
 from lakeckpt.errors import StateMismatch
 from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.ragged import Ragged

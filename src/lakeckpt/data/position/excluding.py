@@ -16,7 +16,7 @@ from lakeckpt.core.lanes import Left
 from lakeckpt.core.order import EpochLayout
 from lakeckpt.core.plan import LayoutKey, Plan
 from lakeckpt.core.state import State
-from lakeckpt.data.place.identity import Pinned
+from lakeckpt.data.base.identity import Pinned
 
 __all__ = ["going_on_without"]
 

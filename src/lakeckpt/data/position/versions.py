@@ -5,7 +5,7 @@ whether that version is still there, `Versions.repin` goes to it). With ``on_new
 the newest version where an epoch begins (`Versions.move`): all ranks with the same version, which the first rank finds.
 Inside of an epoch a version is never changed.
 
-The module reads listings and footers only when it is asked to look. It counts no rows (`lakeckpt.data.place.selecting`
+The module reads listings and footers only when it is asked to look. It counts no rows (`lakeckpt.data.base.selecting`
 does), and starts no threads.
 """
 
@@ -19,13 +19,13 @@ from typing import Any
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.state import State
-from lakeckpt.data.options import Follow, ReadOptions
-from lakeckpt.data.place.broadcast import found_by_first
-from lakeckpt.data.place.excluding import going_on_without
-from lakeckpt.data.place.following import Look, next_tranche
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.source import BatchSource
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.options import Follow, ReadOptions
+from lakeckpt.data.base.source import BatchSource
+from lakeckpt.data.position.broadcast import found_by_first
+from lakeckpt.data.position.excluding import going_on_without
+from lakeckpt.data.position.following import Look, next_tranche
+from lakeckpt.data.position.progress import Progress
 from lakeckpt.errors import ConfigError, DataFileChanged, SchemaError, StateMismatch, TableError, TableVersionGone
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table

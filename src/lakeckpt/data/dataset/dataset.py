@@ -1,7 +1,7 @@
 """This module defines `LakeDataset`, a torch IterableDataset over a table.
 
 Iterated in the main process, or by a `lakeckpt.LakeLoader`, the dataset keeps one reader state for the whole job. In
-the workers of another DataLoader it reads the part that is theirs (`lakeckpt.data.foreign.workers`). It starts
+the workers of another DataLoader it reads the part that is theirs (`lakeckpt.data.dataset.foreign_workers`). It starts
 no threads itself: the source does, for each iteration.
 """
 
@@ -16,19 +16,19 @@ from torch.utils.data import get_worker_info
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.order import OrderSpec, Tail
 from lakeckpt.core.plan import Plan
-from lakeckpt.data.base_dataset import BaseDataset
-from lakeckpt.data.flows.arguments import check_flow, check_no_workers, feed_of, source_of
-from lakeckpt.data.foreign.frameworks import check_dealers, check_not_sampled
-from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
-from lakeckpt.data.options import Follow, ReadOptions, flag, following, one_of, optional, positive, whole
-from lakeckpt.data.place.begun import Consumed, rest_of_first_epoch
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.orders import Orders
-from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.place.versions import Versions, check_moves
-from lakeckpt.data.source import BatchSource, Items, Output
-from lakeckpt.data.topology import check_topology
-from lakeckpt.data.transform import CarriedRows, Transform, bind_transform
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.options import Follow, ReadOptions, flag, following, one_of, optional, positive, whole
+from lakeckpt.data.base.source import BatchSource, Items, Output
+from lakeckpt.data.base.topology import check_topology
+from lakeckpt.data.base.transform import CarriedRows, Transform, bind_transform
+from lakeckpt.data.dataset.base_dataset import BaseDataset
+from lakeckpt.data.dataset.flow_arguments import check_flow, check_no_workers, feed_of, source_of
+from lakeckpt.data.dataset.foreign_workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
+from lakeckpt.data.dataset.frameworks import check_dealers, check_not_sampled
+from lakeckpt.data.position.already_read import Consumed, rest_of_first_epoch
+from lakeckpt.data.position.orders import Orders
+from lakeckpt.data.position.progress import Progress
+from lakeckpt.data.position.versions import Versions, check_moves
 from lakeckpt.errors import ConfigError, StateUnavailable
 from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.table.table import Table

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from lakeckpt.data.base_dataset import BaseDataset
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.options import ReadOptions, one_of
+from lakeckpt.data.dataset.base_dataset import BaseDataset
 from lakeckpt.data.flows.ends import ends_of
 from lakeckpt.data.flows.feed import Feed
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.flows.tokens import Tokenizing, TokenSource
 from lakeckpt.data.flows.whole import WholeSource
-from lakeckpt.data.options import ReadOptions, one_of
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.progress import Progress
+from lakeckpt.data.position.progress import Progress
 from lakeckpt.errors import ConfigError
 
 __all__ = ["check_flow", "check_no_workers", "feed_of", "source_of"]

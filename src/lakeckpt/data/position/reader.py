@@ -13,13 +13,13 @@ from typing import Any, Protocol
 from lakeckpt.core.consumption import between
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
-from lakeckpt.data.flows.calls import maker_of
-from lakeckpt.data.place.deliveries import Deliveries
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.place.versions import Fit, Saved, Versions
-from lakeckpt.data.source import BatchSource
-from lakeckpt.data.topology import check_topology
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.source import BatchSource
+from lakeckpt.data.base.topology import check_topology
+from lakeckpt.data.base.transform import maker_of
+from lakeckpt.data.position.deliveries import Deliveries
+from lakeckpt.data.position.progress import Progress
+from lakeckpt.data.position.versions import Fit, Saved, Versions
 from lakeckpt.errors import StateMismatch
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
@@ -66,7 +66,7 @@ class TableReader:
         return self._versions.read
 
     def fit(self, state: Mapping[str, Any], saved: Saved, *, look: bool) -> Fit:
-        """See `lakeckpt.data.place.versions.Versions.fit`."""
+        """See `lakeckpt.data.position.versions.Versions.fit`."""
         found = State.from_plain(state)
         if found.mixing is None or self._name is None:
             return self._versions.fit(found, saved, look=look)

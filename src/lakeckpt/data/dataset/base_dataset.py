@@ -1,8 +1,8 @@
 """This module defines what a dataset of one table and a mixture of several have in common.
 
-A `BaseDataset` belongs to a rank. It has one place (`lakeckpt.data.place.progress.Progress`) and one source of batches,
-and is iterated in the main process or by a `lakeckpt.LakeLoader`. It starts no threads itself: the source does, for
-each iteration.
+A `BaseDataset` belongs to a rank. It has one place (`lakeckpt.data.position.progress.Progress`) and one source of
+batches, and is iterated in the main process or by a `lakeckpt.LakeLoader`. It starts no threads itself: the source
+does, for each iteration.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lakeckpt.data.ahead import Ahead
-from lakeckpt.data.foreign.frameworks import check_dealers
-from lakeckpt.data.options import Follow
-from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.source import Items, Output, gives
-from lakeckpt.data.topology import resolve_topology
-from lakeckpt.data.transform import CarriedRows
+from lakeckpt.data.base.ahead import Ahead
+from lakeckpt.data.base.options import Follow
+from lakeckpt.data.base.source import Items, Output, gives
+from lakeckpt.data.base.topology import resolve_topology
+from lakeckpt.data.base.transform import CarriedRows
+from lakeckpt.data.dataset.frameworks import check_dealers
+from lakeckpt.data.position.progress import Progress
 from lakeckpt.errors import ConfigError
 
 __all__ = ["BaseDataset", "shown_dataset", "shown_loader"]

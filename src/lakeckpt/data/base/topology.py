@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lakeckpt.data.options import whole
+from lakeckpt.data.base.options import whole
 from lakeckpt.errors import ConfigError
 
 __all__ = ["check_topology", "group_of", "resolve_topology"]

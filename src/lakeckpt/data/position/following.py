@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from lakeckpt.core.lanes import Left
 from lakeckpt.core.order import EpochLayout
-from lakeckpt.data.options import Follow
-from lakeckpt.data.place.broadcast import found_by_first
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.progress import Progress
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.options import Follow
+from lakeckpt.data.position.broadcast import found_by_first
+from lakeckpt.data.position.progress import Progress
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.joined import Added, SomeFiles, joined, known_marks
 from lakeckpt.reading.filters.selection import RowSelection

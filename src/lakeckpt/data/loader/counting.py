@@ -13,7 +13,7 @@ from typing import Any
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
 from lakeckpt.counters import READERS, Facts, ReaderCounters
-from lakeckpt.data.base_dataset import BaseDataset
+from lakeckpt.data.dataset.base_dataset import BaseDataset
 from lakeckpt.lake.table.index import TableIndex
 
 __all__ = ["Counting", "look"]

@@ -1,10 +1,10 @@
 """This module keeps the place of one process in the data, behind a dataset, a mixture of datasets, or a loader.
 
 `Progress` plans an epoch for a topology, hands out assignments, and moves on as the training loop receives them. It
-keeps the *runs* since the last checkpoint (`lakeckpt.data.place.runs`), so the ledger records what the loop really got,
-also if a state was loaded or an epoch was begun again. The segments of a mixture end at the steps of a schedule, where
-a source is used up, and where the user changes the weights.
-It reads no rows, asks no other process, and starts no threads.
+keeps the *runs* since the last checkpoint (`lakeckpt.data.position.runs`), so the ledger records what the loop really
+got, also if a state was loaded or an epoch was begun again. The segments of a mixture end at the steps of a schedule,
+where a source is used up, and where the user changes the weights. It reads no rows, asks no other process, and starts
+no threads.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import MAX_EPOCH, State
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
 from lakeckpt.core.streams.mixture import advanced, going_on, plan_of, reweighed, stretches
-from lakeckpt.data.options import check_lanes
-from lakeckpt.data.place.deliveries import Deliveries
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.orders import Orders, checked_weights
-from lakeckpt.data.place.runs import Runs
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.options import check_lanes
+from lakeckpt.data.position.deliveries import Deliveries
+from lakeckpt.data.position.orders import Orders, checked_weights
+from lakeckpt.data.position.runs import Runs
 from lakeckpt.errors import ConfigError, StateUnavailable
 
 __all__ = ["Progress"]

@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.order import OrderSpec, Tail
-from lakeckpt.data.options import OVERRIDABLE
-from lakeckpt.data.place.selecting import Selecting
+from lakeckpt.data.base.options import OVERRIDABLE
+from lakeckpt.data.base.selecting import Selecting
 from lakeckpt.errors import ConfigError, StateMismatch
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
