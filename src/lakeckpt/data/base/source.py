@@ -18,6 +18,7 @@ import pyarrow as pa
 import torch
 from torch.utils.data import get_worker_info
 
+from lakeckpt.core.identity import Identity, Maker
 from lakeckpt.core.order import EpochLayout
 from lakeckpt.core.plan import Assignment, LayoutKey, Plan
 from lakeckpt.core.receipts import Receipt, Span
@@ -91,6 +92,9 @@ class Items(Iterator[Any]):
 
 class BatchSource(Iterations):
     """Makes what the loop gets of the rows of assignments of one table. Not safe for use by several threads."""
+
+    describe: Callable[[Identity], Maker] | None = None
+    """Says what makes any number of items of each row, and reads a few rows for it; None: each row is one."""
 
     def __init__(
         self,

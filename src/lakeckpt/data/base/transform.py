@@ -97,8 +97,8 @@ def maker_of(transform: Callable[..., Any]) -> str:
     >>> maker_of(functools.partial(leading_sizes, {}))
     'lakeckpt.data.base.transform.leading_sizes'
     """
-    while isinstance(transform, functools.partial):
-        transform = transform.func
+    while isinstance(transform, functools.partial | _Bound):
+        transform = transform.func if isinstance(transform, functools.partial) else transform.transform
     named = transform if hasattr(transform, "__qualname__") else type(transform)
     return ".".join(part for part in (named.__module__, named.__qualname__) if part)
 

@@ -18,16 +18,17 @@ from lakeckpt.core.order import OrderSpec, Tail
 from lakeckpt.core.plan import Plan
 from lakeckpt.data.base.identity import Pinned
 from lakeckpt.data.base.options import Follow, ReadOptions, flag, following, one_of, optional, positive, whole
-from lakeckpt.data.base.source import BatchSource, Items, Output
+from lakeckpt.data.base.source import Items, Output
 from lakeckpt.data.base.topology import check_topology
 from lakeckpt.data.base.transform import CarriedRows, Transform, bind_transform
 from lakeckpt.data.dataset.base_dataset import BaseDataset
-from lakeckpt.data.dataset.flow_arguments import check_flow, check_no_workers, feed_of, source_of
 from lakeckpt.data.dataset.foreign_workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
 from lakeckpt.data.dataset.frameworks import check_dealers, check_not_sampled
+from lakeckpt.data.dataset.source_kinds import check_flow, check_no_workers, feed_of, source_of
 from lakeckpt.data.position.already_read import Consumed, rest_of_first_epoch
 from lakeckpt.data.position.orders import Orders
 from lakeckpt.data.position.progress import Progress
+from lakeckpt.data.position.reader import TableReader
 from lakeckpt.data.position.versions import Versions, check_moves
 from lakeckpt.errors import ConfigError, StateUnavailable
 from lakeckpt.lake.formats.dispatch import open_table
@@ -154,16 +155,10 @@ class LakeDataset(BaseDataset):
 
     def _read(self, pinned: Pinned, transform: Any) -> None:
         """Begin to read ``pinned`` from its start."""
-        options, size, describes = self.options, self.batch_size or 1, list[Any]()
-        if self.yields_many:
-            self._source, size = source_of(self, options, pinned, transform)
-            describes = [self._source.describe]
-        else:
-            self._source = BatchSource(
-                pinned, output=self.output, options=options, transform=transform, row_wise=self.row_wise
-            )
+        options = self.options
+        self._source, size = source_of(self, options, pinned, transform)
         self._progress = Progress(
-            Orders([pinned], accepted=[options.accept_changes], describes=describes or None),
+            Orders([pinned], accepted=[options.accept_changes], describes=[self._source.describe]),
             batch_size=size,
             num_lanes=options.num_lanes,
             row_wise=self.row_wise,
@@ -171,6 +166,7 @@ class LakeDataset(BaseDataset):
             follows=self.follow is not None,
         )
         self._versions = Versions(pinned, self._source, self._progress, self.options, follow=self.follow)
+        self._tables = {"": TableReader(self._versions)}
         if pinned.table.index.rest is not None:
             self._versions.read_rest()
         self._shared = SharedEpoch()
@@ -207,10 +203,6 @@ class LakeDataset(BaseDataset):
     def table(self) -> Table:
         """The table, at the version that is read."""
         return self._versions.at_hand.table
-
-    @property
-    def _version(self) -> str:
-        return " ".join((self.table.index.digest, *self._source.earlier))
 
     @property
     def identity(self) -> Identity:

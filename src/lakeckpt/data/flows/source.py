@@ -46,7 +46,7 @@ class FlowSource(BatchSource):
     def maker(self) -> Maker:
         """The transform, without the fingerprint that rows give it."""
         assert self._transform is not None
-        return Maker(name=maker_of(getattr(self._transform, "transform", self._transform)))
+        return Maker(name=maker_of(self._transform))
 
     def describe(self, identity: Identity) -> Maker:
         """Return the maker, with a fingerprint: of what has no serialised form, a few rows give it."""

@@ -70,12 +70,9 @@ def _name_of(dataset: BaseDataset) -> str:
 
 def _tables(dataset: Any, name: str, state: State | None) -> Iterator[tuple[str, State | None, TableIndex]]:
     """Yield (name, state as it is seen there, index) of each table that ``dataset``, called ``name``, reads."""
-    sources = getattr(dataset, "sources", None)
-    if sources is None:
-        yield name, state, dataset.table.index
-        return
-    for number, (source, one) in enumerate(sources.items()):
-        yield f"{name}.{source}", None if state is None else state.of(number), one.table.index
+    for number, (source, one) in enumerate(dataset._tables.items()):
+        seen = state if state is None or not source else state.of(number)
+        yield f"{name}.{source}" if source else name, seen, one.table.index
 
 
 def _epochs(state: State) -> float:

@@ -27,7 +27,6 @@ from lakeckpt.data.base.options import check_only_reader, flag, optional, refuse
 from lakeckpt.data.base.source import Items, gives
 from lakeckpt.data.dataset.base_dataset import BaseDataset, shown_loader
 from lakeckpt.data.dataset.dataset import LakeDataset
-from lakeckpt.data.dataset.flow_arguments import feed_of
 from lakeckpt.data.dataset.frameworks import (
     EpochSetter,
     Prepared,
@@ -36,6 +35,7 @@ from lakeckpt.data.dataset.frameworks import (
     counts_steps,
     without_others,
 )
+from lakeckpt.data.dataset.source_kinds import feed_of
 from lakeckpt.data.loader.counting import Counting
 from lakeckpt.data.position.reader import LoaderReader
 from lakeckpt.data.streams.mix import MixedDataset

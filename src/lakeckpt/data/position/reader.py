@@ -106,14 +106,8 @@ class LoaderReader:
     def __init__(self, loader: _Loader) -> None:
         self._loader, self._dataset = loader, loader.dataset
         self._progress: Progress = loader.dataset._progress
-
-    @property
-    def tables(self) -> dict[str, TableReader]:
+        self.tables: Mapping[str, TableReader] = loader.dataset._tables
         """What reads each table, by the names of the sources of a mixture; "": the only one."""
-        if self._progress.mixing is None:
-            return {"": TableReader(self._dataset._versions)}
-        found: dict[str, TableReader] = self._dataset.sources
-        return found
 
     @property
     def num_workers(self) -> int:
@@ -193,7 +187,9 @@ class LoaderReader:
             if maker is not None and maker.name and maker.length:
                 found["tokenizer"] = f"{maker.name} {maker.fingerprint}".rstrip()
             else:
-                found[f"transform of {name!r}" if name else "transform"] = _transform_of(one.source)
+                transform = one.source.transform
+                made = "none" if transform is None else maker_of(transform)
+                found[f"transform of {name!r}" if name else "transform"] = made
         return found
 
     @property
@@ -236,12 +232,6 @@ class LoaderReader:
         except StateMismatch:
             return  # it is of another history: the ledger shows the gap
         self._progress.runs.add(done)
-
-
-def _transform_of(source: Any) -> str:
-    """Return the name of the transform of a source of batches."""
-    transform = source.transform
-    return "none" if transform is None else maker_of(getattr(transform, "transform", transform))
 
 
 def _named(names: tuple[str, ...], weights: tuple[int, ...]) -> str:

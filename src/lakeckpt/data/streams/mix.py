@@ -141,7 +141,7 @@ class MixedDataset(BaseDataset):
         describes = [one.describe if isinstance(one, FlowSource) else None for one in sources]
         orders = Orders(pinned, accepted=accepted, describes=describes, mixing=mixing)
         self._progress = Progress(orders, batch_size=batch_size, num_lanes=num_lanes)
-        self.sources = {
+        self.sources = self._tables = {
             name: TableReader(Versions(where, source, self._progress, one.options, number=number), name)
             for number, ((name, one), where, source) in enumerate(zip(datasets.items(), pinned, sources, strict=True))
         }
@@ -159,11 +159,6 @@ class MixedDataset(BaseDataset):
         """The table of one source: one that lies in an object store, if any does."""
         tables = [one.table for one in self.sources.values()]
         return next((one for one in tables if not isinstance(one.storage, LocalStorage)), tables[0])
-
-    @property
-    def _version(self) -> str:
-        every = self.sources.values()
-        return " ".join(digest for one in every for digest in (one.table.index.digest, *one.source.earlier))
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
