@@ -21,7 +21,7 @@ from lakeckpt.data.base_dataset import BaseDataset
 from lakeckpt.data.flows.arguments import check_flow, check_no_workers, feed_of, parts_of
 from lakeckpt.data.foreign.frameworks import check_dealers, check_not_sampled
 from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
-from lakeckpt.data.options import Follow, ReadOptions, flag, following, one_of, optional, positive, whole
+from lakeckpt.data.options import Follow, ReadOptions, flag, following, integer, one_of, optional, positive
 from lakeckpt.data.place.begun import Consumed, rest_of_first_epoch
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.versions import Versions, check_moves
@@ -128,7 +128,7 @@ class LakeDataset(BaseDataset):
         self._dp_group = dp_group
         try:
             window = shuffle_window if flag("shuffle", shuffle) else 1
-            spec = OrderSpec(seed=whole("seed", seed), shuffle=shuffle, window=window)
+            spec = OrderSpec(seed=integer("seed", seed), shuffle=shuffle, window=window)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if flag("endless", endless) and not table.num_rows:
@@ -220,7 +220,7 @@ class LakeDataset(BaseDataset):
         If worker processes of another DataLoader read, each of their iterations is of the epoch that was set last:
         call it before each.
         """
-        epoch = whole("epoch", epoch)
+        epoch = integer("epoch", epoch)
         if epoch != self._progress.epoch or self._shared.has_begun:
             self._go_to(epoch)
 

@@ -35,7 +35,7 @@ from lakeckpt.data.foreign.frameworks import (
     counts_steps,
     without_others,
 )
-from lakeckpt.data.options import check_only_reader, flag, optional, refuse, whole
+from lakeckpt.data.options import check_only_reader, flag, integer, optional, refuse
 from lakeckpt.data.place.mixed import MixedProgress
 from lakeckpt.data.place.reader import LoaderReader, MixtureReader
 from lakeckpt.data.source import Items, gives
@@ -107,7 +107,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         if not isinstance(dataset, BaseDataset):
             raise ConfigError(f"LakeLoader reads a lakeckpt.LakeDataset, got {type(dataset).__name__}")
         options: dict[str, Any] = {
-            "num_workers": whole("num_workers", num_workers),
+            "num_workers": integer("num_workers", num_workers),
             "pin_memory": pin_memory,
             "prefetch_factor": optional("prefetch_factor", prefetch_factor),
             "persistent_workers": persistent_workers,

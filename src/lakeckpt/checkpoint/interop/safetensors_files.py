@@ -116,7 +116,7 @@ def write_safetensors(
 ) -> list[str]:
     """Write one file, or several of about ``file_bytes`` and an index, and return the paths.
 
-    Memory for one file is taken beside the tensors. `UnsupportedValue` where safetensors cannot hold a tensor.
+    Memory for one file is taken beside the tensors. `UnsupportedValue` if safetensors cannot hold a tensor.
     """
     packs = list(_packed(tensors, file_bytes))
     if len(packs) == 1:

@@ -56,7 +56,7 @@ def has_torchs_state(one: object) -> bool:
 
 
 def differences(objects: Mapping[str, Any], loaded: Loaded, readers: Mapping[str, ReaderRecord]) -> list[str]:
-    """Return one line for each thing in which the checkpoint does not fit ``objects``; none where it fits.
+    """Return one line for each thing in which the checkpoint does not fit ``objects``; none if it fits.
 
     `CheckpointMismatch` if it is of another number of ranks, which had different parameters or optimizer states.
     """

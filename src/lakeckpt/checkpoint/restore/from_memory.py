@@ -88,7 +88,7 @@ class Recalled:
 
     loaded: Loaded
     is_checked: bool
-    """Whether its tensors are compared with checksums as they are copied: the agent has taken them."""
+    """True if its tensors are compared with checksums as they are copied: the agent has taken them."""
     pending: Mapping[str, tuple[PendingRecord, ...]]
     """reader → what was consumed since the commit."""
     last: Mapping[str, ReaderRecord]

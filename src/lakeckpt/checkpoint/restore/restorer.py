@@ -68,9 +68,9 @@ _Which = tuple[int | None, CutId | None]
 
 
 class Restorer:
-    """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, where all
+    """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, if all
     ranks give it and have something newer there than what was committed. Objects named in ``allow_missing`` keep the
-    state that they have, where what is restored does not hold them. ``step``: see `Chooser`."""
+    state that they have, if what is restored does not hold them. ``step``: see `Chooser`."""
 
     def __init__(
         self,
@@ -313,7 +313,7 @@ class Restorer:
             self._all.do(lambda: self._trial.settle_selections(keep=keep))
 
     def _same_versions(self) -> None:
-        """Let all ranks read the versions of their tables that rank 0 has opened, where no state names a version."""
+        """Let all ranks read the versions of their tables that rank 0 has opened, if no state names a version."""
         opened = {}
 
         def say() -> dict[str, str]:

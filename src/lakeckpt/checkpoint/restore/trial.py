@@ -41,7 +41,7 @@ class Candidate:
     manifest: Manifest | None
     captured: CutId | None = None
     is_checked: bool = True
-    """Whether what is read is compared with checksums: not so for a cut in memory that no agent has hashed."""
+    """True if what is read is compared with checksums: not so for a cut in memory that no agent has hashed."""
     step: int
     readers: Mapping[str, ReaderRecord]
     pending: Mapping[str, tuple[PendingRecord, ...]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class RestoreReport:
     captured: int | None = None
     """The optimizer step of the cut in this job's memory that was restored; None if the checkpoint was restored."""
     checked: bool = True
-    """Whether all that was read was compared with checksums. False: not checked. The process of some rank had died
+    """True if all that was read was compared with checksums. False: not checked. The process of some rank had died
     before its agent could take the checksums of the cut in memory."""
     attempt: int
     """The attempt that began."""
@@ -207,7 +207,7 @@ class Trial:
 
     @contextlib.contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:
-        """Go back if the block raises; the error says where objects hold a mixture."""
+        """Go back if the block raises; the error says if objects hold a mixture."""
         try:
             yield
         except BaseException as error:

@@ -4,7 +4,7 @@ Micro-batch m of a mixture comes from one lane, as any other, and lane l of the 
 `State.of` shows the state as one source sees it, and `lakeckpt.core.plan.Plan` plans that source as a stream of which
 each micro-batch has a share. So the ledger derives from one record what each source consumed.
 
-Weights change where a segment begins: by `reweighed`, at the steps of a schedule, or where a source is used up. The
+Weights change when a segment begins: by `reweighed`, at the steps of a schedule, or when a source is used up. The
 last two are pure functions of the state, so that every rank and every worker finds the same step (`stretches`).
 
 The module reads nothing, and starts no threads.
@@ -25,7 +25,7 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Rest, turns
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import Segment, State
-from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, Part, planned_receipt
+from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, SourcePart, planned_receipt
 from lakeckpt.core.streams.mixing import Share, fractions
 from lakeckpt.core.streams.stream import StreamDeal
 
@@ -90,7 +90,7 @@ class MixedPlan:
 
     @property
     def is_last(self) -> bool:
-        """Whether the mixture ends where the segment does."""
+        """True if the mixture ends where the segment does."""
         return self.change is not None and self.change[1] is None
 
     def _used_up(self) -> tuple[int, tuple[int, ...] | None] | None:
@@ -177,7 +177,7 @@ class MixedPlan:
             if given:
                 plan, start = self.source(source), self.share(source).before_one(lane, turn, size)
                 spans = self._deal(source).lane_spans(lane, start, start + given)
-                parts.append(Part(source, tuple(spans), plan.layouts_of(spans)))
+                parts.append(SourcePart(source, tuple(spans), plan.layouts_of(spans)))
         return MixedBlock(turn=turn, whole=self.mixing.whole, order=order, parts=tuple(parts), before=before)
 
 

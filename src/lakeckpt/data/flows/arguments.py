@@ -1,4 +1,4 @@
-"""This module makes what reads a dataset, and the place in it, also where a transform yields any number of rows.
+"""This module makes what reads a dataset, and the place in it, also if a transform yields any number of rows.
 
 It refuses arguments that do not go with such a transform. It reads nothing and starts no threads.
 """

@@ -1,7 +1,7 @@
 """This module keeps the place of one process in a mixture, behind a mixed dataset and its loader.
 
 A mixture is one state with an order for each source. `MixedProgress` plans its segments, which end at the steps of a
-schedule, where a source is used up, or where the user changes the weights. It reads no rows, asks no other process, and
+schedule, when a source is used up, or when the user changes the weights. It reads no rows, asks no other process, and
 starts no threads.
 """
 

@@ -52,7 +52,7 @@ class Progress:
         self._pin(identity)
         self.last_receipt: Receipt | None = None
         self.over = False
-        """True once the loop has seen the end of the epoch at hand."""
+        """True once the loop has seen the end of the current epoch."""
         self._batch_size, self._num_lanes, self._row_wise = batch_size, num_lanes, row_wise
         self._accept = frozenset(accept_changes)
         self._first_epoch = 0
@@ -71,7 +71,7 @@ class Progress:
 
     @property
     def identity(self) -> Identity:
-        """The identity of the order of rows. Where rows are filtered, asking for it counts them."""
+        """The identity of the order of rows. If rows are filtered, asking for it counts them."""
         if isinstance(self._identity, Pinned):
             found = self._identity.identity()
             self._identity = found if self._describes is None else replace(found, maker=self._describes(found))
@@ -79,7 +79,7 @@ class Progress:
 
     @property
     def is_endless(self) -> bool:
-        """Whether the stream has no end, so that it counts its epochs itself."""
+        """True if the stream has no end, so that it counts its epochs itself."""
         return self.identity.endless
 
     @property
@@ -95,18 +95,18 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """The epoch at hand: the next one once the loop has seen the end."""
+        """The current epoch: the next one once the loop has seen the end."""
         state = self.runs.glance()
         return self._first_epoch if state is None else state.epoch + self.over
 
     @property
     def begun(self) -> bool:
-        """True where there is a state to go on from: a state that was loaded, or settled for an iteration."""
+        """True if there is a state to go on from: a state that was loaded, or settled for an iteration."""
         return self.runs.origin is not None
 
     @property
     def at_start(self) -> bool:
-        """True where nothing of the epoch at hand has been delivered."""
+        """True if nothing of the current epoch has been delivered."""
         state = self.runs.state
         return state is None or self.over or state.is_start
 
@@ -121,14 +121,14 @@ class Progress:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the segment at hand; `settle` first."""
+        """The plan of the current segment; `settle` first."""
         if self._plan is None:
             self._plan = Plan(self.origin)
         return self._plan
 
     @property
     def steps(self) -> int | None:
-        """The number of steps of the epoch at hand; None where it is not known, or there is no end. `settle` first."""
+        """The number of steps of the current epoch; None if it is not known, or there is no end. `settle` first."""
         return None if self._follows else self.plan.steps
 
     def knows_lanes(self, world_size: int) -> bool:
@@ -232,14 +232,14 @@ class Progress:
             self._settled = None  # at an end there was nothing to plan anew: it is of the topology before
 
     def move_to(self, identity: Identity | Pinned) -> None:
-        """Read the epoch at hand, of which nothing has been delivered, in the order of another table version."""
+        """Read the current epoch, of which nothing has been delivered, in the order of another table version."""
         assert self.at_start, "a version is never changed inside of an epoch"
         epoch = self.epoch
         self._pin(identity)
         self._restart(epoch)
 
     def go_over(self, identity: Identity | Pinned) -> None:
-        """Go to the start of the next tranche, in the same topology. The tranche at hand has no full step left."""
+        """Go to the start of the next tranche, in the same topology. The current tranche has no full step left."""
         state, steps, settled = self.state, self.plan.steps, self._settled
         assert settled is not None and state.step == steps, "a tranche is read to its last full step"
         self.runs.finish(None, moves=True)
@@ -256,12 +256,12 @@ class Progress:
         return micro_batches(rows, lanes, self._batch_size, "carry") > 0
 
     def read_rest(self, later: Identity | Pinned) -> None:
-        """Note that the identity at hand is of the rest of one epoch; later epochs are in the order of ``later``."""
+        """Note that the current identity is of the rest of one epoch; later epochs are in the order of ``later``."""
         self._later = later
 
     @property
     def in_rest(self) -> bool:
-        """Whether the identity at hand is of the rest of one epoch."""
+        """True if the current identity is of the rest of one epoch."""
         return self._later is not None
 
     def _leave_rest(self) -> None:
@@ -291,7 +291,7 @@ class Progress:
         return undo
 
     def go_to(self, state: State) -> None:
-        """Go on from ``state``, which follows from the state at hand, or is of the first step."""
+        """Go on from ``state``, which follows from the current state, or is of the first step."""
         if state is not self.runs.state:
             self._set(state)
 
@@ -328,7 +328,7 @@ class Progress:
         self.deliveries.delivered(iteration)
 
     def turn(self, rank: int, *, loaded: bool = False) -> None:
-        """End the epoch at hand, where the loop received its last batch and then began anew instead of asking for more.
+        """End the current epoch if the loop got its last batch and then started a new iterator.
 
         Loops that count steps never ask for more than there is; they take nothing of an epoch that has nothing for
         ``rank``. A state of the end of an epoch that was loaded shows the loop that end once. ``loaded``: the loop
@@ -363,7 +363,7 @@ class Progress:
         self.finish()
 
     def finish(self) -> None:
-        """Note that the loop saw the end of the epoch at hand, also where the last rows went to other ranks. The end of
+        """Note that the loop saw the end of the current epoch, also if the last rows went to other ranks. The end of
         a tranche is none: what is left of it is part of the next one."""
         if self._follows:
             return

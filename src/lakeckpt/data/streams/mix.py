@@ -16,7 +16,7 @@ from lakeckpt.core.identity import Mixing
 from lakeckpt.core.streams.mixing import MAX_SOURCES
 from lakeckpt.data.base_dataset import BaseDataset
 from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.options import one_of, optional, whole
+from lakeckpt.data.options import integer, one_of, optional
 from lakeckpt.data.place.identity import Pinned
 from lakeckpt.data.place.mixed import MixedProgress, SourcePlace, checked_weights
 from lakeckpt.data.place.versions import Versions
@@ -50,8 +50,8 @@ def mix(
     """Return a dataset that reads rows, or packed sequences, of several datasets in the proportion of their weights.
 
     Each source has its own table version, order and epochs, and every row of it counts exactly once in each of its
-    epochs. Which source a row comes from depends on the weights, the seed and the place of the row alone. Of the first
-    n rows of a lane, each source has its share to within two rows, counted from the last change of weights or lanes on.
+    epochs. The source of a row depends on the weights, the seed and the place of the row alone. Each source has its
+    share of the first n rows of a lane to within two rows, counted from the last change of weights or lanes on.
 
         mixed = lakeckpt.mix({"web": (web, 0.7), "code": (code, 0.3)}, batch_size=8)
         loader = lakeckpt.LakeLoader(mixed, num_workers=2)
@@ -63,7 +63,7 @@ def mix(
             of all must have the same names and types. A transform gets the rows of its source in a micro-batch, and
             must return a dict.
         seed: any integer of 64 bits. Sources keep their own seeds for the order of their rows.
-        batch_size: rows per micro-batch; None: that of the sources, where it is the same.
+        batch_size: rows per micro-batch; None: that of the sources, if it is the same.
         num_lanes: as in `ReadOptions`, for all sources.
         granularity: ``"row"`` mixes rows inside of each micro-batch; ``"batch"`` mixes whole micro-batches.
         exhausted: what happens when one source is through its first epoch, or too little of it is left for a step.
@@ -89,7 +89,7 @@ def mix(
     mixing = Mixing(
         names=names,
         weights=checked_weights({name: weight for name, (_, weight) in sources.items()}, names),
-        seed=whole("seed", seed),
+        seed=integer("seed", seed),
         whole=granularity == "batch",
         exhausted=exhausted,
         schedule=_checked_schedule(schedule, names),
@@ -128,7 +128,7 @@ class MixedTable:
 
 
 class MixedDataset(BaseDataset):
-    """What `mix` returns: a dataset for a `LakeLoader`, or for a loop in this process."""
+    """The result of `mix`: a dataset for a `LakeLoader`, or for a loop in this process."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ def _common_size(datasets: Mapping[str, LakeDataset]) -> int:
 def _checked_schedule(
     schedule: Sequence[tuple[int, Weights]], names: tuple[str, ...]
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    found = tuple((whole("a step of schedule", step), checked_weights(weights, names)) for step, weights in schedule)
+    found = tuple((integer("a step of schedule", step), checked_weights(weights, names)) for step, weights in schedule)
     steps = [step for step, _ in found]
     if steps != sorted(set(steps)) or (steps and steps[0] < 1) or len(steps) > _MOST_PIECES:
         raise ConfigError(f"schedule has at most {_MOST_PIECES} pieces, at ascending steps from 1 on, got {steps[:20]}")
