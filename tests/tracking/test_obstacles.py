@@ -166,6 +166,14 @@ def test_a_death_is_known_on_its_node_though_the_notes_are_gone_with_the_process
     ranks[1].close()
 
 
+def test_a_rank_that_cannot_read_what_it_writes_does_not_hang(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the store has failed once: it is not read any more."""
+    one = JobObstacles(board, 1)
+    monkeypatch.setattr(board, "peek", lambda key: None)
+    one.stop(SaveFailed("the cause"))
+    assert len(board.notes) == 2
+
+
 def test_an_obstacle_reads_back_and_a_long_cause_is_cut_off() -> None:
     one = Obstacle(kind=STOPPED, rank=3, error="checkpoint: " + "é" * 9000, first=7)
     found = Obstacle.from_bytes(one.to_bytes())

@@ -27,7 +27,7 @@ from lakeckpt.checkpoint.outage import Outage
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.checkpoint.preemption.preemption import Preempted, Preemption
-from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of
+from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of, note_begun
 from lakeckpt.checkpoint.report import Reporter, SaveHandle
 from lakeckpt.checkpoint.restore.candidates import newest_checkpoint
 from lakeckpt.checkpoint.restore.presence import Presence
@@ -198,6 +198,7 @@ class CheckpointManager:
         # If one rank cannot begin, none does: the others would wait for it at the first save.
         note_sharing(Together(self._exchange).do(lambda: self._begin(done, attempt)), self._tracks)
         self._preemption.start(done, has_agent=self._place is not None)
+        note_begun(done)
         return done
 
     def _begin(self, done: int, attempt: Attempt) -> Mapping[str, str]:

@@ -5,8 +5,10 @@ torch.distributed says so, or the process is alone. The module starts no threads
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +16,10 @@ import torch.distributed as dist
 from lakeckpt.errors import ConfigError, TrackingError
 from lakeckpt.tracking.exchange import Exchange, exchange_of_group
 
-__all__ = ["check_shared", "check_topology", "exchange_of"]
+__all__ = ["LAUNCH", "check_shared", "check_topology", "exchange_of", "note_begun"]
+
+LAUNCH = "LAKECKPT_LAUNCH"
+"""The environment variable with the folder of the launcher, `lakeckpt run`, for notes of its ranks."""
 
 
 def exchange_of(group: Any, timeout_s: float, *, alone: bool) -> Exchange:
@@ -63,3 +68,11 @@ def check_shared(exchange: Exchange, settings: Mapping[str, str]) -> None:
             f"the ranks were given different settings: {', and '.join(map(tally.describe, differ))}. "
             "Give all ranks of a CheckpointManager the same"
         )
+
+
+def note_begun(step: int) -> None:
+    """Tell the launcher of this process, if it is `lakeckpt run`, that an attempt began, and at which step."""
+    if folder := os.environ.get(LAUNCH):
+        note = Path(folder, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}.{os.environ.get('LOCAL_RANK', 0)}")
+        with contextlib.suppress(OSError):  # the launcher is gone, and its folder with it
+            note.write_text(str(step))

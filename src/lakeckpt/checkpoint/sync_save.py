@@ -1,7 +1,7 @@
 """This module saves a cut while the training loop waits: snapshot, stage, publish.
 
 All ranks call `Saver.save` for the same cut, and talk over their process group. Nothing changes while a save runs, so
-that tensors in host memory are digested and written from where they lie, without a copy. Tensors of a device come
+that tensors in host memory are digested and written from where they lie, without a copy. Large tensors of a device come
 through a few pinned slices: the device fills one while threads bring others into host memory and digest them. `stage`
 starts and joins these threads.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -35,10 +35,11 @@ from lakeckpt.tracking.exchange import Exchange
 
 __all__ = ["Saver", "stage"]
 
+_SMALL_BYTES = 2**20
+"""Tensors of a device up to this size are copied one by one, without a slice."""
 _SLICE_BYTES = 32 * 2**20
 """Whole leaves."""
 _SLICES = 4
-_ALIGNMENT = 64
 
 _Content = tuple[memoryview, bytes]
 """The bytes of a tensor, and the digests of its leaves."""
@@ -124,11 +125,13 @@ class Saver:
 
 def stage(taken: Snapshot) -> Staged:
     """Bring the tensors to host memory and digest them. Contiguous tensors in host memory are taken where they lie."""
-    contents: dict[str, _Content] = {}
     links = {device: open_link(device) for device in {one.device for one in taken.tensors.values()}}
+    large = {key for key, one in taken.tensors.items() if links[one.device] is not None and one.nbytes > _SMALL_BYTES}
+    contents = _here({key: one for key, one in taken.tensors.items() if key not in large})
     for device, link in links.items():
-        tensors = {key: one for key, one in taken.tensors.items() if one.device == device}
-        contents |= _here(tensors) if link is None else _through_slices(tensors, link)
+        tensors = {key: one for key, one in taken.tensors.items() if key in large and one.device == device}
+        if link is not None and tensors:
+            contents |= _through_slices(tensors, link)
     staged = {
         key: StagedTensor(spec=spec_of(key, tensor), data=contents[key][0], leaves=contents[key][1])
         for key, tensor in taken.tensors.items()
@@ -148,67 +151,35 @@ def _here(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Content]:
 def _through_slices(tensors: Mapping[str, torch.Tensor], link: Link) -> dict[str, _Content]:
     """Bring tensors of a device to host memory, and digest them on the way."""
     arrays = {key: np.empty(one.nbytes, np.uint8) for key, one in tensors.items()}
-    leaves = {key: [] if one.nbytes else [leaf_digests(b"", LEAF_BYTES)] for key, one in tensors.items()}
     free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
     memory = torch.empty(_SLICES * _SLICE_BYTES, dtype=torch.uint8)
     for number in range(_SLICES):
         free.put(memory[number * _SLICE_BYTES : (number + 1) * _SLICE_BYTES])
 
-    def unload(slice_: torch.Tensor, pieces: list[_Piece], ticket: Ticket, _kept: CopyBatch) -> list[bytes]:
+    def unload(slice_: torch.Tensor, to: memoryview, ticket: Ticket, _kept: CopyBatch) -> bytes:
         try:
             ticket.wait()
-            found, data = [], slice_.numpy()
-            for key, start, stop, at in pieces:
-                arrays[key][start:stop] = data[at : at + stop - start]
-                found.append(leaf_digests(arrays[key][start:stop].data, LEAF_BYTES))
-            return found
+            to[:] = slice_.numpy()[: len(to)].data
+            return leaf_digests(to, LEAF_BYTES)
         finally:
             free.put(slice_)
 
     unpin = link.pin(memory)
-    link.order()
     try:
         with ThreadPoolExecutor(_SLICES, thread_name_prefix="lakeckpt-stage") as pool:
-            jobs: list[tuple[list[_Piece], Future[list[bytes]]]] = []
-            for pieces, sources in _slices_of(tensors, link):
-                slice_ = free.get()
-                to = [slice_[at : at + stop - start] for _, start, stop, at in pieces]
-                batch = CopyBatch(list(zip(to, sources, strict=True)))
-                jobs.append((pieces, pool.submit(unload, slice_, pieces, link.copy(batch), batch)))
-        for pieces, job in jobs:
-            for (key, *_), found in zip(pieces, job.result(), strict=True):
-                leaves[key].append(found)
+            jobs: dict[str, list[Future[bytes]]] = {key: [] for key in tensors}
+            for key, tensor in tensors.items():
+                flat = flat_bytes(tensor)
+                if flat is None:
+                    flat = flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+                    assert flat is not None
+                link.order()
+                for start in range(0, len(flat), _SLICE_BYTES):
+                    slice_, source = free.get(), flat[start : start + _SLICE_BYTES]
+                    batch = CopyBatch([(slice_[: len(source)], source)])
+                    to = arrays[key][start : start + len(source)].data
+                    jobs[key].append(pool.submit(unload, slice_, to, link.copy(batch), batch))
+        return {key: (arrays[key].data, b"".join(job.result() for job in some)) for key, some in jobs.items()}
     finally:
         if unpin is not None:
             unpin()
-    return {key: (array.data, b"".join(leaves[key])) for key, array in arrays.items()}
-
-
-_Piece = tuple[str, int, int, int]
-"""Key, [start, stop) of the bytes of its tensor, and where they lie in a slice."""
-
-
-def _slices_of(tensors: Mapping[str, torch.Tensor], link: Link) -> Iterator[tuple[list[_Piece], list[torch.Tensor]]]:
-    """The pieces of each slice, whole leaves but for the ends of tensors, and the bytes on the device."""
-    pieces: list[_Piece] = []
-    sources: list[torch.Tensor] = []
-    at = 0
-    for key, tensor in tensors.items():
-        flat = flat_bytes(tensor)
-        if flat is None:
-            flat = flat_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
-            assert flat is not None
-            link.order()  # its copies come after it
-        start = 0
-        while start < len(flat):
-            left, room = len(flat) - start, _SLICE_BYTES - at
-            size = left if left <= room else room // LEAF_BYTES * LEAF_BYTES
-            if size:
-                pieces.append((key, start, start + size, at))
-                sources.append(flat[start : start + size])
-                start, at = start + size, at + -(-size // _ALIGNMENT) * _ALIGNMENT
-            if start < len(flat) or at >= _SLICE_BYTES:
-                yield pieces, sources
-                pieces, sources, at = [], [], 0
-    if pieces:
-        yield pieces, sources

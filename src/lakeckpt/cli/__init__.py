@@ -7,4 +7,5 @@
          a table:    [plan/]
          a run, by [run_arguments]:    [inspect], [verify], [audit], [explain], [explore/], [rollback], [convert]
          this node:  [doctor]
+         a job:      [run] → torchrun's agent → ranks, forked from a server that imported [warm]
 """

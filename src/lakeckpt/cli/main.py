@@ -23,6 +23,7 @@ from lakeckpt.errors import LakeckptError
 __all__ = ["main"]
 
 _COMMANDS = {
+    "run": "start a job's ranks on this node with torchrun's options, and restart them in tenths of a second",
     "demo": "train a small GPT while processes are killed, and count every row",
     "plan": "what reading a table will take: lanes, steps, memory",
     "inspect": "the checkpoints of a run, its attempts, and where its readers are",
@@ -76,10 +77,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"lakeckpt {lakeckpt.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     asked = next((word for word in argv if not word.startswith("-")), None)
+    if argv[:1] == ["run"]:  # torchrun's own parser reads the rest
+        return importlib.import_module("lakeckpt.cli.run").parse(argv[1:])  # type: ignore[no-any-return]
     for name, about in _COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        if name == asked:
+        if name == asked != "run":
             module = importlib.import_module(_ELSEWHERE.get(name, f"lakeckpt.cli.{name}"))
             module.add_arguments(command)
             command.set_defaults(run=module.run)

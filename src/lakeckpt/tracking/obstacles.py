@@ -214,8 +214,11 @@ class JobObstacles(Obstacles):
                 self._notes.publish(f"gone/{obstacle.rank}", obstacle.to_bytes())
             self._catch_up()
             while not any(map(obstacle.repeats, self._known)):
-                self._notes.publish_once(f"obstacle/{len(self._known)}", obstacle.to_bytes())
+                known = len(self._known)
+                self._notes.publish_once(f"obstacle/{known}", obstacle.to_bytes())
                 self._catch_up()
+                if len(self._known) == known:  # the store has failed, and is not read any more
+                    return
 
     def _catch_up(self) -> None:
         """Read what is new in the shared list."""

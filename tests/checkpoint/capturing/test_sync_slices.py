@@ -37,20 +37,22 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 64])
+@pytest.mark.parametrize("small_bytes", [0, 100, LEAF_BYTES])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_comes_through_slices_is_what_lies_in_host_memory(
-    monkeypatch: pytest.MonkeyPatch, leaves: int, seed: int
+    monkeypatch: pytest.MonkeyPatch, leaves: int, small_bytes: int, seed: int
 ) -> None:
     snapshot = Snapshot(tensors=tensors(), documents={})
     here = sync_save.stage(snapshot)
     link = Seen(Device(seed))
+    monkeypatch.setattr(sync_save, "_SMALL_BYTES", small_bytes)
     monkeypatch.setattr(sync_save, "_SLICE_BYTES", leaves * LEAF_BYTES)
     monkeypatch.setattr(sync_save, "open_link", lambda device: link)
     staged = sync_save.stage(snapshot)
     assert {key: (bytes(one.data), one.digest, one.spec) for key, one in staged.tensors.items()} == {
         key: (bytes(one.data), one.digest, one.spec) for key, one in here.tensors.items()
     }
-    assert 0 < link.most_bytes <= leaves * LEAF_BYTES and (leaves > 8 or link.queued > 4)
+    assert 0 < link.most_bytes <= leaves * LEAF_BYTES and (leaves > 8 or link.queued > 2)
 
 
 def test_contiguous_tensors_in_host_memory_are_not_copied() -> None:
@@ -70,6 +72,7 @@ def test_a_device_that_fails_is_reported_and_no_thread_is_left(monkeypatch: pyte
                 raise RuntimeError("the device is gone")
             return super().copy(batch)
 
+    monkeypatch.setattr(sync_save, "_SMALL_BYTES", 0)
     monkeypatch.setattr(sync_save, "_SLICE_BYTES", LEAF_BYTES)
     link = Failing(Device(1))
     monkeypatch.setattr(sync_save, "open_link", lambda device: link)

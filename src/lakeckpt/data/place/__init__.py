@@ -12,5 +12,5 @@
                                    [reader] → checkpoint manager <------- [deliveries]: since the last step
 
     another table version: [versions] ← [following]: the next tranche; [broadcast]: what rank 0 found, to all
-    the same one without some row groups, in mid-epoch: [excluding]
+    a table with fewer row groups in mid-epoch: [excluding]
 """

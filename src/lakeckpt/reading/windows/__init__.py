@@ -2,10 +2,12 @@
 
 ::
 
-    lanes that are read, positions → [positions] → views of decoded windows, in the order asked for
+    the rest of each lane → [lanes]: the windows of a lane, one after another
+                                         |
+    positions that are taken → [positions] → views of decoded windows, in the order asked for
                                          |  ^
                                          v  |
-              [lanes]: what next? --> [cache]: which windows are in memory, and decoded ahead; [room]: how many may be
+                                      [cache]: which windows are in memory; [room] says how many may be
                                          |
                   in [threads]:       [window]: fragments → columns → gathered in the order of positions
                                          |

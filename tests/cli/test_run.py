@@ -1,0 +1,120 @@
+"""`lakeckpt run` starts ranks as torchrun does, restarts them from a warm process, and ends where no restart helps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from lakeckpt.cli.main import main
+from lakeckpt.cli.run import _Attempts
+from tests.checkpoint.preemption.jobs import is_proved
+from tests.cli import launched
+from tests.frameworks.harness import write_table
+from tests.patience import PATIENCE_S
+
+
+def ran(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run ``script`` under `lakeckpt run` with one rank."""
+    path = folder / "script.py"
+    path.write_text(script)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(launched.ROOT / "src"), str(folder / "lib")])}
+    command = [sys.executable, "-m", "lakeckpt", "run", *options, str(path), "first", "--second"]
+    return subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def check_rows(folder: Path, attempts: set[int]) -> None:
+    """Each row counts once in what the newest attempt of each step used, and every one of ``attempts`` did a step."""
+    used: Counter[int] = Counter()
+    for rank in (0, 1):
+        newest = {one["step"]: one for one in launched.noted(folder, rank)}
+        assert {one["attempt"] for one in newest.values()} == attempts
+        used.update(number for one in newest.values() for number in one["ids"])
+    assert used == Counter(range(launched.ROWS)) and is_proved(folder)
+
+
+def test_a_killed_job_goes_on_warm_and_each_row_counts_once(tmp_path: Path) -> None:
+    write_table(tmp_path / "table", rows=launched.ROWS)
+    assert "ranks start cold" not in launched.run(tmp_path, kills="9")
+    check_rows(tmp_path, {0, 1})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_warm_ranks_with_workers_end_with_the_weights_of_cold_ones(tmp_path: Path, method: str) -> None:
+    for name in ("warm", "cold"):
+        write_table(tmp_path / name / "table", rows=launched.ROWS)
+    assert "ranks start cold" not in launched.run(tmp_path / "warm", kills="9,17,21", workers=1, method=method)
+    launched.run(tmp_path / "cold", cold=True)
+    check_rows(tmp_path / "warm", {0, 1, 2, 3})
+    weights = [(tmp_path / name / "weights.json").read_text() for name in ("warm", "cold")]
+    assert weights[0] == weights[1]
+
+
+SCRIPT = """
+import atexit, os, sys
+import beside
+atexit.register(lambda: print("at exit", flush=True))
+print("started", __name__, sys.argv[1:], sys.path[0] == os.path.dirname(os.path.abspath(__file__)))
+sys.exit(beside.STATUS)
+"""
+
+
+def test_a_script_that_never_begins_a_run_ends_the_launcher_with_its_own_status(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("STATUS = 7")
+    done = ran(tmp_path, SCRIPT)
+    assert done.returncode == 7
+    assert done.stdout.splitlines() == ["started __main__ ['first', '--second'] True", "at exit"] * 3
+    assert "3 attempts failed before the run began" in done.stderr
+    assert "ranks start cold: 2 deaths in a row at one place" in done.stderr
+    assert "--rdzv-backend=c10d (static), --max-restarts=1000 (0)" in done.stderr
+
+
+def test_a_preloaded_module_that_starts_a_thread_means_a_cold_start(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "busy.py").write_text(
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    done = ran(tmp_path, "print('trained')", "--preload", "busy")
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert "ranks start cold: a module of --preload has started 1 threads" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--preload", "no_such_module", __file__], "--preload names 'no_such_module'"),
+        (["--nnodes", "2", __file__], "a job on 2 nodes needs a place to meet: give --rdzv-endpoint"),
+        (["no_such_script.py"], "there is no script 'no_such_script.py' in "),
+        (["--no-such-option", __file__], "no-such-option"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_a_rank_starts(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_attempts_that_begin_at_the_same_step_are_stuck_and_attempts_that_never_begin_are_hopeless(
+    tmp_path: Path,
+) -> None:
+    attempts = _Attempts(tmp_path)
+    for number, step in enumerate(("4", "6", "6", "8", "", "", "")):
+        if step:
+            (tmp_path / f"{number}.0").write_text(step)
+        attempts.failed(number)
+        assert attempts.is_stuck == (number in (2, 5, 6))
+        assert attempts.is_hopeless == (number == 6)
