@@ -2,7 +2,7 @@
 
 Every rank has a part of each tensor (FSDP: a parameter and two moments of each of ``--parameters``), of a few bytes, so
 that what is measured is what ranks tell one another and read of one another, not the tensors. With ``--replicas`` as
-many ranks have the same part (HSDP). Ranks are threads of one
+many ranks have the same part (HSDP). With ``--shapes`` each tensor has a shape of its own. Ranks are threads of one
 process, over a folder: processor seconds of a rank's own thread are printed, of rank 0, which commits, and of the
 median of the others. Beside the restore, in the same run: from the parts of all ranks, as for other shardings.
 """
@@ -82,15 +82,16 @@ def names(parameters: int) -> list[str]:
     return [f"model/layers.{number}.weight" for number in range(parameters)] + [f"optimizer/state/{m}" for m in moments]
 
 
-def staged(rank: int, world_size: int, parameters: int, replicas: int) -> Staged:
+def staged(rank: int, world_size: int, parameters: int, replicas: int, *, shapes: bool = False) -> Staged:
     """The state of a rank."""
     keys, divided = names(parameters), world_size // replicas
     tensors = {}
     for number, name in enumerate(keys):
-        data = np.full(ROWS * COLUMNS, rank % divided * 1e-3 + number, np.float32)
-        key = part_key(name, (rank % divided * ROWS, 0), (divided * ROWS, COLUMNS))
+        columns = COLUMNS + number * shapes
+        data = np.full(ROWS * columns, rank % divided * 1e-3 + number, np.float32)
+        key = part_key(name, (rank % divided * ROWS, 0), (divided * ROWS, columns))
         tensors[key] = StagedTensor(
-            spec=TensorSpec(key=key, dtype="float32", shape=(ROWS, COLUMNS)),
+            spec=TensorSpec(key=key, dtype="float32", shape=(ROWS, columns)),
             data=data.view(np.uint8).data,
             leaves=leaf_digests(data.view(np.uint8).data, LEAF_BYTES),
         )
@@ -108,7 +109,7 @@ def staged(rank: int, world_size: int, parameters: int, replicas: int) -> Staged
 
 
 def saved(
-    storage: LocalStorage, world_size: int, parameters: int, replicas: int
+    storage: LocalStorage, world_size: int, parameters: int, replicas: int, shapes: bool
 ) -> tuple[Manifest, list[float], list[int]]:
     """Save on all ranks: what was committed, the seconds and the bytes said of each."""
     begin = Begin(run="run", slot=0, world_size=world_size, library="0", created_s=0.0, write_id="benchmark")
@@ -125,7 +126,7 @@ def saved(
             settings=Settings(keep=Keep(last=3), timeout_s=TIMEOUT_S),
             waiter=SystemWaiter(),
         )
-        cut = StagedCut(step=1, staged=staged(rank, world_size, parameters, replicas))
+        cut = StagedCut(step=1, staged=staged(rank, world_size, parameters, replicas, shapes=shapes))
         before = time.thread_time()
         manifest = publisher.publish(save, cut, Talker(round_, rank, world_size))
         return manifest, time.thread_time() - before
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256], help="how many (default: %(default)s)")
     parser.add_argument("--parameters", type=int, default=100, help="tensors of the model (default: %(default)s)")
     parser.add_argument("--replicas", type=int, default=1, help="ranks that have the same (default: %(default)s)")
+    parser.add_argument("--shapes", action="store_true", help="each tensor has a shape of its own")
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     options = parser.parse_args()
     if any(ranks % options.replicas for ranks in options.ranks):
@@ -176,7 +178,7 @@ def main() -> None:
     for world_size in options.ranks:
         with tempfile.TemporaryDirectory() as folder:
             storage = LocalStorage(folder)
-            manifest, seconds, sent = saved(storage, world_size, options.parameters, options.replicas)
+            manifest, seconds, sent = saved(storage, world_size, options.parameters, options.replicas, options.shapes)
             own_s, parts, all_s = restored(folder, manifest)
         one = {
             "ranks": world_size,
@@ -200,7 +202,12 @@ def main() -> None:
         )
     columns = ("ranks", "said by a rank", "save: rank 0", "save: another", "restore", "restore, divided otherwise")
     held = f", {options.replicas} of which have the same" if options.replicas > 1 else ""
-    show(f"{3 * options.parameters} tensors divided over all ranks{held}, processor time of a rank", columns, rows)
+    shapes = " of as many shapes" if options.shapes else ""
+    show(
+        f"{3 * options.parameters} tensors{shapes} divided over all ranks{held}, processor time of a rank",
+        columns,
+        rows,
+    )
     if options.json is not None:
         what = {"parameters": options.parameters, "replicas": options.replicas, "cases": found}
         options.json.write_text(json.dumps(what, indent=1))

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 import lakeckpt.checkpoint.state.loaded as loaded_module
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
-from lakeckpt.checkpoint.format.sharing import is_part_key, part_key
+from lakeckpt.checkpoint.format.sharing import Sharing, Tiling, are_tiled, is_part_key, part_key, tilings_of
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.state.tensors import empty_for
 from lakeckpt.checkpoint.state.tree import flatten
@@ -237,6 +237,43 @@ def test_parts_make_up_a_whole_where_every_element_is_in_one_of_them_and_in_no_o
     inside = times[tuple(slice(size) for size in shape)]
     fits = all(at + size <= most for part in parts for at, size, most in zip(*part, shape, strict=True))
     assert (untiled(shape, parts) is None) == (fits and bool((inside == 1).all()))
+    specs = {part_key("x", offsets, shape): sizes for offsets, sizes in parts}
+    if 0 < len(specs) == len(parts):  # no rank has two parts of one tensor at one place
+        nowhere_else = bool(times.sum() == inside.sum())
+        assert are_tiled(tilings_of_ranks(specs, shape)) == (nowhere_else and bool((inside == 1).all()))
+
+
+def tilings_of_ranks(
+    parts: dict[str, tuple[int, ...]], shape: tuple[int, ...], *, name: str = "x", copies: int = 1
+) -> list[Tiling]:
+    """What ranks say that have one part each; one more has a part without elements."""
+    dims = (0,) if copies == 1 else (-1, 0)
+    shared = {name: Sharing(ranks=((0, len(parts) * copies),), dims=dims)}
+    every = [TensorSpec(key=key, dtype="int8", shape=sizes) for key, sizes in parts.items()] * copies
+    if shape:
+        every.append(TensorSpec(key=part_key(name, shape, shape), dtype="int8", shape=(0,) * len(shape)))
+    return [one for spec in every for one in tilings_of([spec], shared)]
+
+
+def test_tensors_do_not_make_up_for_what_others_lack() -> None:
+    shared = dict.fromkeys("xyz", Sharing(ranks=((0, 2),), dims=(0,)))
+
+    def said(**places: int) -> list[Tiling]:
+        keys = [part_key(name, (at,), (4,)) for name, at in places.items()]
+        return list(tilings_of([TensorSpec(key=key, dtype="int8", shape=(2,)) for key in keys], shared))
+
+    assert are_tiled(said(x=0, y=0) + said(x=2, y=2))
+    assert not are_tiled(said(x=0, y=0) + said(x=2, y=0))
+    assert not are_tiled(said(x=0, y=2) + said(x=0, y=2)), "as many of each place, of the other tensor"
+    assert not are_tiled(said(x=0, y=0) + said(x=2, z=2))
+    assert not are_tiled(said(x=0, y=0))
+
+
+def test_replicas_within_a_mesh_are_all_whole_or_none_is() -> None:
+    halves = {part_key("x", (at,), (4,)): (2,) for at in (0, 2)}
+    twice = tilings_of_ranks(halves, (4,), copies=2)
+    assert are_tiled(twice) and not are_tiled(twice[1:]) and not are_tiled([*twice, twice[0]])
+    assert not are_tiled([*tilings_of_ranks(halves, (4,)), *tilings_of_ranks(halves, (4,))]), "no replicas here"
 
 
 def test_parts_that_overlap_lie_outside_or_leave_something_out_are_told() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.core.intervals import Intervals
@@ -213,23 +213,29 @@ def test_what_was_read_ahead_for_lanes_that_are_no_longer_followed_is_dropped(tm
     assert reader.read([(layout, 1, 9)])["id"].tolist() == list(range(1, 9))
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sets(st.integers(0, 53)), st.integers(1, 4), st.data())
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.sets(st.integers(0, 53)),
+    st.integers(0, 4),
+    st.integers(1, 3),
+    st.integers(0, 9),
+)
+@example([4, 1, 3], {1}, 0, 1, 0)
 def test_windows_of_a_lane_are_those_that_hold_its_positions_in_their_order(
-    sizes: list[int], gone: set[int], window: int, data: st.DataObject
+    sizes: list[int], gone: set[int], window: int, num_lanes: int, done: int
 ) -> None:
-    """A lane of what is left of an epoch that was begun has many gaps."""
-    spec = OrderSpec(seed=1, shuffle=True, window=window)
-    layout = EpochLayout.build(np.array(sizes), spec, 0, 2)
-    left = Intervals.of([(one, one + 1) for one in range(layout.rows) if one not in gone])
-    deal = EpochDeal(
-        first=0, num_lanes=3, batch_size=2, tail="short", left=Left(epoch=0, num_lanes=2, rotation=0, positions=left)
-    )
-    lane = data.draw(st.integers(0, 2))
-    size = int(deal.limits[lane])
-    done = data.draw(st.integers(0, size))
-    found = [one.start for _, one in windows_of((partial(deal.lane_spans, lane), done, size), lambda epoch: layout)]
-    positions = [at for span in deal.lane_spans(lane, done, size) for at in range(span.start, span.stop)]
-    assert found == list(dict.fromkeys(layout.window_at(at).start for at in positions))
+    """A lane of what is left of an epoch that was begun has many gaps. ``window`` 0: nothing is shuffled."""
+    spec = OrderSpec(seed=1, shuffle=True, window=window) if window else ORDERED
+    layout = EpochLayout.build(np.array(sizes), spec, 0, 2 if window else 1)
+    positions = Intervals.of([(one, one + 1) for one in range(layout.rows) if one not in gone])
+    left = Left(epoch=0, num_lanes=layout.num_lanes, rotation=0, positions=positions)
+    deal = EpochDeal(first=0, num_lanes=num_lanes, batch_size=2, tail="short", left=left)
+    for lane, size in enumerate(deal.limits.tolist()):
+        begin = min(done, size)
+        spans = deal.lane_spans(lane, begin, size)
+        every = [at for span in spans for at in range(span.start, span.stop)]
+        found = windows_of((partial(deal.lane_spans, lane), begin, size), lambda epoch: layout)
+        assert [one.start for _, one in found] == list(dict.fromkeys(layout.window_at(at).start for at in every))
 
 
 @pytest.mark.parametrize("lanes", [1, 3])

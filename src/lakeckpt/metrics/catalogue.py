@@ -52,8 +52,8 @@ METRICS: tuple[Metric, ...] = (
         name="lakeckpt_batches_ready",
         kind="gauge",
         labels=("reader",),
-        about="Read-ahead: micro-batches that the loop would get without a wait. With loader workers, about as many: "
-        "those that have come from them.",
+        about="Read-ahead: micro-batches that wait for the loop: about as many as decoded rows make, or with loader "
+        "workers, as have come from them.",
     ),
     Metric(
         name="lakeckpt_epochs",

@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.fields import CutId, Digest, Ranks
-from lakeckpt.checkpoint.format.sharing import Sharing, is_part_key, place_of
-from lakeckpt.checkpoint.format.units import SUMS, UnitId, sum_of, tensor_unit, tree_unit
+from lakeckpt.checkpoint.format.sharing import Tiling, is_part_key
+from lakeckpt.checkpoint.format.units import UnitId, sum_of, tensor_unit, tree_unit
 from lakeckpt.errors import WireDamaged
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
@@ -44,9 +44,7 @@ __all__ = [
     "SiteWaits",
     "SlabRecord",
     "TensorRecord",
-    "Tile",
     "TreeRecord",
-    "tiles_of",
 ]
 
 PARTS = "parts"
@@ -186,23 +184,6 @@ class SiteWaits:
     """The part of all captured bytes that moved in these waits."""
 
 
-@as_row
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """The place of parts of tensors: of tensors that have one shape and are divided alike."""
-
-    dims: tuple[int, ...]
-    """See `lakeckpt.checkpoint.format.sharing.Sharing`."""
-    ranks: Positive
-    """How many ranks share each tensor."""
-    shape: tuple[Count, ...]
-    """The shape of the whole tensors."""
-    offsets: tuple[Count, ...]
-    sizes: tuple[Count, ...]
-    names: int
-    """The sum of the digests of the tensors' names and dtypes, modulo 2^128."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartHead:
     """The head of a part: all that a commit must know of the part."""
@@ -214,8 +195,8 @@ class PartHead:
     cut: bytes
     """Digest of what all ranks agreed on at the cut."""
     files: tuple[FileRecord, ...]
-    tiles: tuple[Tile, ...] = ()
-    """The places of the parts of tensors that it holds."""
+    tilings: tuple[Tiling, ...] = ()
+    """Of the parts of tensors that the rank holds, whether it wrote them or a replica did."""
     reports: Mapping[str, bytes] = field(default_factory=dict)
     """Reader → what the rank consumed of it, for readers of which each rank knows its own lanes alone
     (`lakeckpt.checkpoint.consumed.reports`)."""
@@ -260,7 +241,7 @@ class PartRecord:
     trees: tuple[TreeRecord, ...]
     outline: Outline | None = None
     """The extent of the rank's state; None: not recorded."""
-    tiles: tuple[Tile, ...] = ()
+    tilings: tuple[Tiling, ...] = ()
     reports: Mapping[str, bytes] = field(default_factory=dict)
     excluded: bytes = b""
     waits: tuple[SiteWaits, ...] = ()
@@ -291,7 +272,7 @@ class PartRecord:
             world_size=self.world_size,
             cut=self.cut,
             files=self.files,
-            tiles=self.tiles,
+            tilings=self.tilings,
             reports=self.reports,
             excluded=self.excluded,
             waits=self.waits,
@@ -315,7 +296,7 @@ class PartRecord:
             tensors=body.tensors,
             trees=body.trees,
             outline=body.outline,
-            tiles=head.tiles,
+            tilings=head.tilings,
             reports=head.reports,
             excluded=head.excluded,
             waits=head.waits,
@@ -335,21 +316,3 @@ def _taken_apart(data: bytes) -> tuple[bytes, bytes]:
     """Return the head and the body of a part."""
     stop = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
     return data[_LENGTH_BYTES:stop], data[stop:]
-
-
-_Sizes = tuple[int, ...]
-
-
-def tiles_of(specs: Iterable[TensorSpec], shared: Mapping[str, Sharing]) -> tuple[Tile, ...]:
-    """Return the places of those ``specs`` that are parts of tensors; ``shared`` says how each tensor is divided."""
-    found: defaultdict[tuple[_Sizes, int, _Sizes, _Sizes, _Sizes], int] = defaultdict(int)
-    for spec in specs:
-        place = place_of(spec.key)
-        if place is not None and place.name in shared:
-            sharing = shared[place.name]
-            where = (sharing.dims, sharing.size, place.shape, place.offsets, spec.shape)
-            found[where] += sum_of([(place.name, spec.dtype.encode())])
-    return tuple(
-        Tile(dims=dims, ranks=ranks, shape=shape, offsets=offsets, sizes=sizes, names=names % SUMS)
-        for (dims, ranks, shape, offsets, sizes), names in found.items()
-    )

@@ -20,10 +20,10 @@ from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.fields import Ranks
 from lakeckpt.checkpoint.format.manifest import Manifest, said_of
 from lakeckpt.checkpoint.format.parts import PARTS, PartHead, PartRecord, SaveId
-from lakeckpt.checkpoint.format.sharing import say_ranks
+from lakeckpt.checkpoint.format.sharing import are_tiled, say_ranks
 from lakeckpt.checkpoint.format.units import SUMS
 from lakeckpt.checkpoint.persist.log import SlotTaken, read_entry
-from lakeckpt.checkpoint.state.wholes import Box, Wholes, untiled
+from lakeckpt.checkpoint.state.wholes import Wholes
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (
     AttemptSuperseded,
@@ -157,19 +157,9 @@ def _check_bundles(save: SaveId, heads: Sequence[PartHead], expected: Mapping[Ra
 
 
 def _check_tiles(storage: Storage, save: SaveId, heads: Sequence[PartHead]) -> None:
-    """Raise `SaveFailed` if parts of a tensor are missing or overlap.
-
-    Tensors that have one shape and are divided alike have their parts at the same places: one look at these places, and
-    at the sums of the tensors' names, serves all of them. Only if something is wrong, the records of all tensors are
-    read, to name the tensor.
-    """
-    names: defaultdict[tuple[object, tuple[int, ...]], defaultdict[Box, int]] = defaultdict(lambda: defaultdict(int))
-    for tile in (tile for head in heads for tile in head.tiles):
-        names[(tile.dims, tile.ranks), tile.shape][tile.offsets, tile.sizes] += tile.names
-    if all(
-        len({total % SUMS for total in boxes.values()}) == 1 and untiled(shape, boxes) is None
-        for (_, shape), boxes in names.items()
-    ):
+    """Raise `SaveFailed` if parts of a tensor are missing or overlap. Only if something is wrong, the records of all
+    tensors are read, to name the tensor."""
+    if are_tiled(tiling for head in heads for tiling in head.tilings):
         return
     try:
         Wholes([PartRecord.from_bytes(storage.read(save.part_path(head.rank))) for head in heads]).check()

@@ -25,9 +25,9 @@ from lakeckpt.checkpoint.format.parts import (
     SiteWaits,
     SlabRecord,
     TensorRecord,
-    Tile,
     TreeRecord,
 )
+from lakeckpt.checkpoint.format.sharing import Tiling
 from lakeckpt.checkpoint.format.slabs import SLAB_BYTES, digests_of_slabs, slab_specs
 from lakeckpt.checkpoint.format.tensor_file import FileLayout, layout
 from lakeckpt.checkpoint.persist.unchanged import Earlier, Wanted
@@ -75,7 +75,7 @@ def persist(
     tensors: Sequence[OwnedTensor],
     trees: Sequence[TreeRecord],
     outline: Outline | None = None,
-    tiles: tuple[Tile, ...] = (),
+    tilings: tuple[Tiling, ...] = (),
     reports: Mapping[str, bytes] | None = None,
     excluded: bytes = b"",
     waits: tuple[SiteWaits, ...] = (),
@@ -111,7 +111,7 @@ def persist(
         tensors=tuple(_record(one, some, places) for one, some in zip(tensors, slabs, strict=True)),
         trees=tuple(trees),
         outline=outline,
-        tiles=tiles,
+        tilings=tilings,
         reports=reports or {},
         excluded=excluded,
         waits=waits,

@@ -25,8 +25,9 @@ from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of, share
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.manifest import Manifest
-from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, SaveId, TreeRecord, tiles_of
+from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, SaveId, TreeRecord
 from lakeckpt.checkpoint.format.register import KeptCheckpoint, Register
+from lakeckpt.checkpoint.format.sharing import tilings_of
 from lakeckpt.checkpoint.format.units import SUMS, sum_of, tensor_unit, tree_unit
 from lakeckpt.checkpoint.format.verified_reads import fetch_part, fetch_register
 from lakeckpt.checkpoint.persist.agreement import Agreed, agree
@@ -219,7 +220,7 @@ class Publisher:
             cut=agreement.cut,
             tensors=tensors,
             trees=trees,
-            tiles=tiles_of((one.staged.spec for one in tensors), staged.shared),
+            tilings=tilings_of((one.spec for one in staged.tensors.values()), staged.shared),
             outline=replace(outline, different=tuple(name for name in outline.different if name != _SHARING)),
             earlier=self._part_of(int(agreement.announced["parent"]) if agreement.announced["parent"] else None),
             intact=cut.intact,

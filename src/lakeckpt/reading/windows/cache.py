@@ -160,8 +160,8 @@ class WindowCache:
 
     @property
     def rows_ready(self) -> int:
-        """The rows that are decoded, and were not served. Any thread may ask."""
-        return sum(one.window.rows - one.served.size for one in list(self._all.values()) if one.is_ready)
+        """The rows that are decoded and not served yet. Any thread may ask."""
+        return sum(one.rows_left for one in list(self._all.values()) if one.is_ready)
 
     def _unread(self) -> list[int]:
         """Return the row groups of windows that are not decoded."""

@@ -65,6 +65,11 @@ class CachedWindow:
     gone: bool = False
 
     @property
+    def rows_left(self) -> int:
+        """The rows that come after those that were served last."""
+        return self.window.rows - (self.served.stops[-1] if self.served.stops else 0)
+
+    @property
     def is_ready(self) -> bool:
         """True if the window can be read without a wait."""
         return self.decoded is not None or ((future := self.future) is not None and future.done())
@@ -107,7 +112,7 @@ class FollowedLane:
         rows, place = self._rows_open, 0
         while place < len(self._coming) or self.extend():
             window = self._coming[place]
-            if window.future is None:
+            if window.future is None and not window.gone:
                 return rows, window
             rows, place = rows + window.window.rows, place + 1
         return None
@@ -119,6 +124,4 @@ class FollowedLane:
 
     @property
     def _rows_open(self) -> int:
-        """The rows of the open window after those that were served last."""
-        opened = self._open
-        return 0 if opened is None or opened.gone else opened.window.rows - opened.served.stops[-1]
+        return 0 if self._open is None or self._open.gone else self._open.rows_left
