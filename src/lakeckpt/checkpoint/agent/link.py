@@ -44,7 +44,7 @@ minutes."""
 _START_S = 60.0
 _BYE_S = 5.0
 _LOOK_S = 1.0
-"""How often the process itself is looked at: the end of its pipe does not show where a fork has a copy of the pipe."""
+"""How often the process itself is looked at: the end of its pipe does not show if a fork has a copy of the pipe."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -308,7 +308,7 @@ def _is_over(pid: int) -> bool:
 
 
 def _own_pidfd() -> int:
-    """Return a pidfd of this process, or -1 where the system has none."""
+    """Return a pidfd of this process, or -1 if the system has none."""
     try:
         return os.pidfd_open(os.getpid())
     except (AttributeError, OSError):

@@ -70,7 +70,7 @@ class Order:
     """Persist the complete generation of ``step``.
 
     ``number``: how many orders the attempt gave before. ``failure``: why this rank has not captured the cut
-    (`lakeckpt.tracking.notes.error_to_text`), for the other ranks; empty where it has captured the cut. ``waits``: this
+    (`lakeckpt.tracking.notes.error_to_text`), for the other ranks; empty if it has captured the cut. ``waits``: this
     rank's, to be recorded.
     """
 

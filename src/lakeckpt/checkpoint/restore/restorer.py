@@ -73,7 +73,7 @@ class RestoreReport:
     captured: int | None = None
     """The optimizer step of the cut in this job's memory that was restored; None if the checkpoint was restored."""
     checked: bool = True
-    """Whether all that was read was compared with checksums. False: not checked. The process of some rank had died
+    """True if all that was read was compared with checksums. False: not checked. The process of some rank had died
     before its agent could take the checksums of the cut in memory."""
     attempt: int
     """The attempt that began."""
@@ -88,9 +88,9 @@ class RestoreReport:
 
 
 class Restorer:
-    """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, where all
+    """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, if all
     ranks give it and have something newer there than what was committed. Objects named in ``allow_missing`` keep the
-    state that they have, where what is restored does not hold them. ``step``: see `Chooser`."""
+    state that they have, if what is restored does not hold them. ``step``: see `Chooser`."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from lakeckpt.core.plan import LayoutKey, Plan, cut_spans
 from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt, Span
 from lakeckpt.wire.documents import to_plain
 
-__all__ = ["AnyReceipt", "MixedAssignment", "MixedBlock", "MixedReceipt", "Part", "planned_receipt"]
+__all__ = ["AnyReceipt", "MixedAssignment", "MixedBlock", "MixedReceipt", "SourcePart", "planned_receipt"]
 
 Spans = tuple[tuple[str, tuple[Span, ...]], ...]
 
@@ -128,8 +128,8 @@ AnyReceipt = Receipt | MixedReceipt
 """The receipt of a micro-batch, of one source or of a mixture."""
 
 
-class Part(NamedTuple):
-    """What a source gives to micro-batches of a mixture."""
+class SourcePart(NamedTuple):
+    """The rows that a source gives to micro-batches of a mixture."""
 
     source: int
     """Its number."""
@@ -148,19 +148,19 @@ class MixedBlock:
     turn: int
     """How many micro-batches the lane gave before."""
     whole: bool
-    """Whether each micro-batch is of one source."""
+    """True if each micro-batch is of one source."""
     order: npt.NDArray[np.uint16] = field(repr=False)
     """The source of each row: uint16, shape (micro-batches, rows)."""
-    parts: tuple[Part, ...]
+    parts: tuple[SourcePart, ...]
     """Of the sources that have rows in it, in their order."""
     before: list[list[int]] = field(repr=False)
     """Micro-batch → for each source, its rows in the micro-batches of the block before; and at the end, in all."""
 
-    def parts_of(self, number: int) -> list[Part]:
+    def parts_of(self, number: int) -> list[SourcePart]:
         """Return what the sources give to micro-batch ``number`` of the block."""
         starts, stops = self.before[number], self.before[number + 1]
         return [
-            Part(
+            SourcePart(
                 one.source,
                 tuple(cut_spans(one.spans, starts[one.source], stops[one.source])),
                 one.layouts,

@@ -5,7 +5,7 @@ Micro-batch m of a mixture comes from one lane, as any other, and lane l of the 
 each micro-batch has a share. So the ledger derives from one record what each source consumed. Of a source that has a
 maker, the plan says how many rows a micro-batch has; which positions these take, only reading tells.
 
-Weights change where a segment begins: by `reweighed`, at the steps of a schedule, or where a source is used up. The
+Weights change when a segment begins: by `reweighed`, at the steps of a schedule, or when a source is used up. The
 last two are pure functions of the state, so that every rank and every worker finds the same step (`stretches`).
 
 The module reads nothing, and starts no threads.
@@ -27,7 +27,7 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Rest, turns
 from lakeckpt.core.plan import Plan, dealt_in, share_of
 from lakeckpt.core.state import Segment, State
-from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, Part, planned_receipt
+from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, SourcePart, planned_receipt
 from lakeckpt.core.streams.mixing import Share, fractions
 from lakeckpt.core.streams.stream import StreamDeal
 
@@ -105,7 +105,7 @@ class MixedPlan:
 
     @property
     def is_last(self) -> bool:
-        """Whether the mixture ends where the segment does."""
+        """True if the mixture ends where the segment does."""
         return self.change is not None and self.change[1] is None
 
     def _used_up(self) -> tuple[int, tuple[int, ...] | None] | None:
@@ -190,11 +190,11 @@ class MixedPlan:
         parts = []
         for source, given in enumerate(before[-1]):
             if given and source in self._makers:
-                parts.append(Part(source, (), (), given, self.source(source)))
+                parts.append(SourcePart(source, (), (), given, self.source(source)))
             elif given:
                 plan, start = self.source(source), self.share(source).before_one(lane, turn, size)
                 spans = self._deal(source).lane_spans(lane, start, start + given)
-                parts.append(Part(source, tuple(spans), plan.layouts_of(spans), given))
+                parts.append(SourcePart(source, tuple(spans), plan.layouts_of(spans), given))
         return MixedBlock(turn=turn, whole=self.mixing.whole, order=order, parts=tuple(parts), before=before)
 
 

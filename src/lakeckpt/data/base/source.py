@@ -108,7 +108,7 @@ class BatchSource(Iterations):
         super().__init__()
         self._spec, self._endless = pinned.spec, pinned.endless
         self.output: Output = output
-        """What a batch holds: tensors, arrays, or an Arrow table."""
+        """The kind of a batch's columns: tensors, arrays, or an Arrow table."""
         self._nulls: Nulls = options.nulls
         self._gives_texts = options.text == "str" and output != "arrow"
         self._transform = transform
@@ -146,7 +146,7 @@ class BatchSource(Iterations):
 
     @property
     def transform(self) -> Callable[..., Any] | None:
-        """The transform that batches or rows go through; picklable where the user's function is."""
+        """The transform that batches or rows go through; picklable if the user's function is."""
         return self._transform
 
     def follow(self, reader: PositionReader, plan: Plan, turns: Iterable[tuple[int, int]], share: float = 1.0) -> None:
@@ -213,7 +213,7 @@ class BatchSource(Iterations):
 
     @property
     def reads(self) -> Reads:
-        """What windows are read of."""
+        """The table, columns and window size that windows are read of."""
         return Reads(self._table, self._columns, self._spec.window)
 
     def new_reader(self, lanes: int, budget: Budget | None = None) -> PositionReader:
@@ -307,7 +307,7 @@ def _threads() -> int:
 
 
 def gives(receipt: Receipt, row_wise: bool) -> bool:
-    """Return whether the loop gets something for ``receipt``: not where another rank got the last row of an epoch."""
+    """Return whether the loop gets an item for ``receipt``. Row-wise, the last step may have none for this rank."""
     return not row_wise or receipt.rows > 0
 
 

@@ -17,7 +17,7 @@ from lakeckpt.core.identity import Identity
 from lakeckpt.core.order import OrderSpec, Tail
 from lakeckpt.core.plan import Plan
 from lakeckpt.data.base.identity import Pinned
-from lakeckpt.data.base.options import Follow, ReadOptions, flag, following, one_of, optional, positive, whole
+from lakeckpt.data.base.options import Follow, ReadOptions, flag, following, integer, one_of, optional, positive
 from lakeckpt.data.base.source import Items, Output
 from lakeckpt.data.base.topology import check_topology
 from lakeckpt.data.base.transform import CarriedRows, Transform, bind_transform
@@ -130,7 +130,7 @@ class LakeDataset(BaseDataset):
         self._dp_group = dp_group
         try:
             window = shuffle_window if flag("shuffle", shuffle) else 1
-            spec = OrderSpec(seed=whole("seed", seed), shuffle=shuffle, window=window)
+            spec = OrderSpec(seed=integer("seed", seed), shuffle=shuffle, window=window)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if flag("endless", endless) and not table.num_rows:
@@ -221,7 +221,7 @@ class LakeDataset(BaseDataset):
         If worker processes of another DataLoader read, each of their iterations is of the epoch that was set last:
         call it before each.
         """
-        epoch = whole("epoch", epoch)
+        epoch = integer("epoch", epoch)
         if epoch != self._progress.epoch or self._shared.has_begun:
             self._go_to(epoch)
 

@@ -25,7 +25,7 @@ _NUMBERS = (bool, int, float)
 def rows_of_row(transform: Callable[[Any, Any], Any], row: dict[str, Any], span: Span, *, seed: int) -> list[Any]:
     """Return what ``transform`` yields of ``row``, which stands at the one position of ``span``.
 
-    What it raises is raised with a note that names the position; `ConfigError` where it returns no rows, but a row.
+    Its errors are raised with a note that names the position; `ConfigError` if it returns no rows, but a row.
     """
     where = f"in the transform of the row at position {span.start} of epoch {span.epoch}"
     try:

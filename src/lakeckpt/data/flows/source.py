@@ -55,7 +55,7 @@ class FlowSource(BatchSource):
 
     def fingerprint(self, identity: Identity) -> str:
         """Return the digest of what up to 16 rows of the table give: those that stand first in its smallest row group
-        of as many, which is read for it. Empty where they give something else when called again, or raise: that is
+        of as many, which is read for it. Empty if they give something else when called again, or raise: that is
         raised where the rows are read.
         """
         smallest, source = self._smallest_group(), copy.copy(self)
@@ -105,7 +105,7 @@ class FlowSource(BatchSource):
     def empty(self, state: State) -> dict[str, Any]:
         """Return the columns of a batch without rows, by the first row that the transform yields in the epoch.
 
-        Columns are unknown, and there are none, where it yields nothing of the first 4096 rows.
+        Columns are unknown, and there are none, if it yields nothing of the first 4096 rows.
         """
         rows = LaneRows(self, Plan(_start(state.identity, state.epoch)), 1)
         found = next((one.items for one in itertools.islice(rows.positions(0, 0), _TRIED) if len(one.items)), None)
@@ -120,8 +120,8 @@ def _start(identity: Identity, epoch: int = 0) -> State:
 class LaneRows:
     """Rows of the lanes of ``plan``, of which ``lanes`` may be read in all, with what the transform yields of them.
 
-    What iterates `positions` refers to this, and this refers to none of it: so threads and windows are free as soon as
-    nobody reads.
+    The iterator over `positions` refers to this, and this does not refer to it: so threads and windows are free as soon
+    as nobody reads.
     """
 
     def __init__(self, source: FlowSource, plan: Plan, lanes: int, *, reader: PositionReader | None = None) -> None:

@@ -40,7 +40,7 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizing:
-    """How texts become tokens, and tokens sequences; picklable where the tokenizer is."""
+    """How texts become tokens, and tokens sequences; picklable if the tokenizer is."""
 
     tokenizer: Any
     column: str
@@ -69,7 +69,7 @@ class Tokenizing:
     def tokens(self, text: str, where: str) -> Int32Array:
         """Return the tokens of a document: int32, shape (n,); none, and none added, for a text that yields none.
 
-        Raises what the tokenizer does, with a note that says where; ConfigError where it returns no tokens.
+        Raises what the tokenizer does, with a note that says where; ConfigError if it returns no tokens.
         """
         try:
             found = encoder_of(self.tokenizer)(text)  # type: ignore[misc]
@@ -86,7 +86,7 @@ class Tokenizing:
 
 
 def check_text(schema: pa.Schema, column: str) -> None:
-    """Raise `SchemaError` where ``column`` is no column of texts."""
+    """Raise `SchemaError` if ``column`` is no column of texts."""
     if column not in schema.names:
         raise SchemaError(f"the table has no column {shown(column)} to pack; it has {', '.join(schema.names[:10])}")
     check_agreed(schema, [column])
@@ -124,7 +124,7 @@ class TokenSource(FlowSource):
         return self._tokenizing.length
 
     def columns_of(self, made: LaneBatch) -> dict[str, Any] | None:
-        """Return the tokens of a micro-batch as sequences; None where there are none."""
+        """Return the tokens of a micro-batch as sequences; None if there are none."""
         return given(_sequences(made, self._tokenizing), self.output) if made.count else None
 
     def empty(self, state: State) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from lakeckpt.core.identity import Identity
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
 from lakeckpt.data.base.batch import Received, Stage, checked_number_column, numbered, pinned
-from lakeckpt.data.base.options import check_only_reader, flag, optional, refuse, whole
+from lakeckpt.data.base.options import check_only_reader, flag, integer, optional, refuse
 from lakeckpt.data.base.source import Items, gives
 from lakeckpt.data.dataset.base_dataset import BaseDataset, shown_loader
 from lakeckpt.data.dataset.dataset import LakeDataset
@@ -106,7 +106,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         if not isinstance(dataset, BaseDataset):
             raise ConfigError(f"LakeLoader reads a lakeckpt.LakeDataset, got {type(dataset).__name__}")
         options: dict[str, Any] = {
-            "num_workers": whole("num_workers", num_workers),
+            "num_workers": integer("num_workers", num_workers),
             "pin_memory": pin_memory,
             "prefetch_factor": optional("prefetch_factor", prefetch_factor),
             "persistent_workers": persistent_workers,

@@ -1,4 +1,4 @@
-"""This module finds what a reader excludes where a table goes on without some of its row groups in mid-epoch.
+"""This module finds what a reader excludes if a table goes on without some of its row groups in mid-epoch.
 
 Rows of one window cannot be told apart without reading it: its documents, or rows, are permuted together. So what is
 left of each window that holds such a row group is excluded, in the epochs that have begun. Epochs that begin later are

@@ -62,7 +62,7 @@ class TableReader:
 
     @property
     def versions(self) -> list[Pinned]:
-        """The table versions that something was read of since the last checkpoint, and the one at hand."""
+        """The table versions that something was read of since the last checkpoint, and the current one."""
         return self._versions.read
 
     def fit(self, state: Mapping[str, Any], saved: Saved, *, look: bool) -> Fit:
@@ -80,7 +80,7 @@ class TableReader:
 
 
 class _Loader(Protocol):
-    """What a `LakeLoader` is to its reader. The training thread alone calls it."""
+    """A `LakeLoader`, as its reader sees it. The training thread alone calls it."""
 
     dataset: Any
     num_workers: int
@@ -141,14 +141,14 @@ class LoaderReader:
 
     @property
     def has_explicit_rank(self) -> bool:
-        """Whether the user gave ``rank=`` and ``world_size=``, so that no group says which ranks read the same rows."""
+        """True if the user gave ``rank=`` and ``world_size=``, so that no group says which ranks read the same rows."""
         return self._dataset._explicit_rank is not None
 
     def start(self) -> None:
         """Begin to read what the next iteration will deliver.
 
-        It does not wait, and raises nothing that reading raises: the iteration will. What was begun is dropped where
-        the place changes before the next iteration.
+        It does not wait, and raises nothing that reading raises: the iteration will. Reading that was begun is dropped
+        if the place changes before the next iteration.
         """
         self._loader._start()
 
@@ -160,7 +160,7 @@ class LoaderReader:
     def receipt_of(self, number: int) -> AnyReceipt:
         """Return the receipt of the batch that held ``number`` in its ``receipt_column``.
 
-        Raises StateUnavailable where no such batch was delivered since the last checkpoint.
+        Raises StateUnavailable if no such batch was delivered since the last checkpoint.
         """
         self._loader._settle()
         return self._progress.runs.numbered(number, self._loader.topology[0])
@@ -177,7 +177,7 @@ class LoaderReader:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the script gave, for the lines in which a restart says what differs."""
+        """The settings that the script gave, for the lines in which a restart says what differs."""
         found = {"batch size": str(self._dataset.batch_size), "workers": str(self.num_workers)}
         if (mixing := self._progress.mixing) is not None:
             found["weights"] = _named(mixing.names, mixing.weights)
@@ -207,7 +207,7 @@ class LoaderReader:
 
     @property
     def epoch_of_next(self) -> int:
-        """The epoch of the next batch, also where the loop has yet to see the end of the epoch before it."""
+        """The epoch of the next batch, also if the loop has yet to see the end of the epoch before it."""
         self._loader._settle()
         progress = self._progress
         state = progress.state
@@ -222,8 +222,8 @@ class LoaderReader:
         return self._progress.remember()
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, to which other processes came from the place at hand. What they consumed counts as
-        delivered here, where ``state`` follows from this place. Raises as `load_state_dict`."""
+        """Go on from ``state``, to which other processes came from the current place. Rows that they consumed count as
+        delivered here, if ``state`` follows from this place. Raises as `load_state_dict`."""
         self._loader._settle()
         before, after = self._progress.state, self._progress.read(state)
         self.load_state_dict(state)

@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 from lakeckpt.core.identity import Mixing
 from lakeckpt.core.streams.mixing import MAX_SOURCES
 from lakeckpt.data.base.identity import Pinned
-from lakeckpt.data.base.options import one_of, optional, whole
+from lakeckpt.data.base.options import integer, one_of, optional
 from lakeckpt.data.base.source import BatchSource
 from lakeckpt.data.base.transform import CarriedRows
 from lakeckpt.data.dataset.base_dataset import BaseDataset
@@ -69,7 +69,7 @@ def mix(
             of all must have the same names and types. A transform gets the rows of its source in a micro-batch, and
             must return a dict.
         seed: any integer of 64 bits. Sources keep their own seeds for the order of their rows.
-        batch_size: rows per micro-batch; None: that of the sources, where it is the same.
+        batch_size: rows per micro-batch; None: that of the sources, if it is the same.
         num_lanes: as in `ReadOptions`, for all sources.
         granularity: ``"row"`` mixes rows inside of each micro-batch; ``"batch"`` mixes whole micro-batches.
         exhausted: what happens when one source is through its first epoch, or too little of it is left for a step.
@@ -97,7 +97,7 @@ def mix(
     mixing = Mixing(
         names=names,
         weights=checked_weights({name: weight for name, (_, weight) in sources.items()}, names),
-        seed=whole("seed", seed),
+        seed=integer("seed", seed),
         whole=granularity == "batch",
         exhausted=exhausted,
         schedule=_checked_schedule(schedule, names),
@@ -118,7 +118,7 @@ def mix(
 
 
 class MixedDataset(BaseDataset):
-    """What `mix` returns: a dataset for a `LakeLoader`, or for a loop in this process."""
+    """The result of `mix`: a dataset for a `LakeLoader`, or for a loop in this process."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ def _common_size(datasets: Mapping[str, LakeDataset]) -> int:
 def _checked_schedule(
     schedule: Sequence[tuple[int, Weights]], names: tuple[str, ...]
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    found = tuple((whole("a step of schedule", step), checked_weights(weights, names)) for step, weights in schedule)
+    found = tuple((integer("a step of schedule", step), checked_weights(weights, names)) for step, weights in schedule)
     steps = [step for step, _ in found]
     if steps != sorted(set(steps)) or (steps and steps[0] < 1) or len(steps) > _MOST_PIECES:
         raise ConfigError(f"schedule has at most {_MOST_PIECES} pieces, at ascending steps from 1 on, got {steps[:20]}")

@@ -48,11 +48,11 @@ def pack(
     that a long document does not fill a batch. A document is cut where a sequence ends, where a window ends, and where
     a lane ends. A micro-batch has the ``batch_size`` of ``dataset``, in sequences, and holds
 
-    * ``tokens``: int32, or int64 where the column's type needs it, shape (batch, length);
+    * ``tokens``: int32, or int64 if the column's type needs it, shape (batch, length);
     * ``position_ids``: int32, the place of a token in its document, counted from 0 anew in each sequence;
     * ``document_ids``: int32, the number of a token's document within its sequence, counted from 0;
     * ``loss_mask``: bool, False for padding;
-    * ``labels`` (with ``labels=True``): int64, the next token of the document, also where a sequence
+    * ``labels`` (with ``labels=True``): int64, the next token of the document, also if a sequence
       or a lane cuts it; -100, torch's ``ignore_index``, for padding;
     * ``cu_seqlens`` (if ``columns`` names it): where the documents begin, if the sequences of the batch stand one after
       another, and their end: int32, shape (documents + 1,), as ``flash_attn_varlen_func`` takes it. A sequence begins a
@@ -96,7 +96,7 @@ def pack(
     are permuted, sequences are not, so a long document may fill a batch. The last sequence of each lane is padded. A
     batch has int32 tokens; ``mask_ends=False``, and a ``transform=`` of the dataset, are refused.
 
-    Without one, how many tokens a row group has is read from its footer; data are read for it only where rows are
+    Without one, how many tokens a row group has is read from its footer; data are read for it only if rows are
     deleted or filtered, or the footer has no statistics. Of bytes, the integer column ``num_tokens`` of the table has
     the tokens of each row, if there is one; else the bytes are read once. A run keeps the counts. Raises
     `ConfigError`, `SchemaError`.
@@ -136,7 +136,7 @@ def pack(
 
 
 def _check(dataset: Any, length: Any) -> None:
-    """Raise `ConfigError` where ``dataset`` cannot be packed into sequences of ``length`` tokens."""
+    """Raise `ConfigError` if ``dataset`` cannot be packed into sequences of ``length`` tokens."""
     if hasattr(dataset, "sources"):
         raise ConfigError("pack takes one dataset, and this is a mixture: pack its sources, and mix them then")
     if not isinstance(dataset, LakeDataset):

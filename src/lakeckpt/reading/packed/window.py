@@ -28,7 +28,7 @@ from lakeckpt.reading.columns.gather import copy_runs
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.documents import Documents, documents_of
 from lakeckpt.reading.packed.packing import Packing
-from lakeckpt.reading.packed.runs import DocumentRuns, Part, Runs, cuts_of, part_of, runs_of
+from lakeckpt.reading.packed.runs import DocumentRuns, Part, TokenRuns, cuts_of, part_of, runs_of
 from lakeckpt.reading.packed.sequences import NO_LABEL, Sequences
 from lakeckpt.reading.packed.token_counts import NUM_TOKENS, place_of
 from lakeckpt.reading.windows.decode import RowGroupDecoder
@@ -162,7 +162,7 @@ class SequenceDecoder:
         bounds = np.append(bounds, count * length)
         return Sequences(tokens.reshape(count, length), bounds, paddings=paddings, follows=None)
 
-    def _sequences(self, parts: list[Part], runs: Runs, count: int) -> Sequences:
+    def _sequences(self, parts: list[Part], runs: TokenRuns, count: int) -> Sequences:
         """Return the ``count`` sequences that ``runs`` make up."""
         tokens = self._tokens(parts, runs)
         return Sequences(
@@ -172,13 +172,13 @@ class SequenceDecoder:
             follows=self._follows(tokens, parts, runs) if self._packing.labels else None,
         )
 
-    def _tokens(self, parts: list[Part], runs: Runs) -> Array:
+    def _tokens(self, parts: list[Part], runs: TokenRuns) -> Array:
         sources = [part.tokens for part in parts]
         if runs.padding >= 0:
             sources.append(np.full(runs.lengths[runs.padding], self._packing.padding, sources[0].dtype))
         return copy_runs(sources, runs.places, runs.starts, runs.lengths) if len(runs.places) else sources[0][:0].copy()
 
-    def _follows(self, tokens: Array, parts: list[Part], runs: Runs) -> Int64Array:
+    def _follows(self, tokens: Array, parts: list[Part], runs: TokenRuns) -> Int64Array:
         """Return the label of the last token of each run: the next token of its document, else of its sequence."""
         known = [part.follows for part in parts if part.follows is not None]
         follows = np.append(np.concatenate(known), NO_LABEL)[runs.documents]
