@@ -21,7 +21,7 @@ from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.link import AgentLink
-from lakeckpt.checkpoint.agent.orders import Documents, Order
+from lakeckpt.checkpoint.agent.orders import Order, TableDocuments
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.reports import shared_fields
@@ -225,7 +225,7 @@ class Background:
     def _send_documents(self, every: Mapping[str, Document]) -> None:
         """Send the documents of the tables that are read, if the agent does not have them. It asks no store."""
         if self._exchange.rank == 0 and every.keys() != self._sent:
-            self._agent.keep(Documents(data={path: one.dumps() for path, one in every.items()}))
+            self._agent.keep(TableDocuments(data={path: one.dumps() for path, one in every.items()}))
             self._sent = set(every)
 
     # --- orders

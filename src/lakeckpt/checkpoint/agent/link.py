@@ -21,13 +21,13 @@ from multiprocessing.connection import Connection
 
 from lakeckpt.checkpoint.agent.logs import log_path, open_log
 from lakeckpt.checkpoint.agent.orders import (
-    Begin,
     Bye,
-    Documents,
+    Hello,
     Message,
     Order,
     Outcome,
     Ready,
+    TableDocuments,
     message_from_bytes,
     message_to_bytes,
 )
@@ -86,7 +86,7 @@ class AgentLink:
     One thread calls all methods. They do nothing in a forked process.
     """
 
-    def __init__(self, begin: Begin, *, python: str = sys.executable) -> None:
+    def __init__(self, begin: Hello, *, python: str = sys.executable) -> None:
         self._begin = begin
         self._python = python
         self._log = log_path(begin.arenas, begin.digest.hex(), begin.rank)
@@ -96,7 +96,7 @@ class AgentLink:
         self._pending: set[tuple[int, int]] = set()
         self._got: list[Outcome] = []
         self._unsent: deque[Message] = deque()
-        self._documents = Documents(data={})
+        self._documents = TableDocuments(data={})
         self._obstacles: list[Obstacle] = []
         self._start()
         self._wait_until_ready()
@@ -117,7 +117,7 @@ class AgentLink:
         else:
             self._send(order)
 
-    def keep(self, documents: Documents, /) -> None:
+    def keep(self, documents: TableDocuments, /) -> None:
         """Hand over what has to lie in the run before the next commit; another agent gets it, too."""
         self._documents = documents
         self._send(documents)

@@ -21,9 +21,9 @@ from functools import partial
 
 from lakeckpt.checkpoint.agent.final_save import FINAL, agree_on_final_save, final_folder
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.orders import Bye, Documents, Message, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Bye, Message, Order, Outcome, TableDocuments
 from lakeckpt.checkpoint.agent.retrying import RetryingStorage
-from lakeckpt.checkpoint.arena.arena import Held
+from lakeckpt.checkpoint.arena.arena import HeldGeneration
 from lakeckpt.checkpoint.arena.checksums import checked
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.consumed.pending import pending_from_bytes
@@ -109,7 +109,7 @@ class Persister:
                 assert message.number < FINAL, f"an attempt has at most {FINAL} saves: start the job again"
                 self._waiting.append(message)
                 self.ordered = max(self.ordered, message.step)
-            elif isinstance(message, Documents):
+            elif isinstance(message, TableDocuments):
                 self._tables.append(message.data)
             elif isinstance(message, Obstacle):
                 self._obstacles.take(message)
@@ -193,7 +193,7 @@ class Persister:
         self._order = None
         self._report_outcome(order, found, self._waiter.now() - begun_s)
 
-    def _hold(self, order: Order, stack: contextlib.ExitStack) -> Held | Exception | None:
+    def _hold(self, order: Order, stack: contextlib.ExitStack) -> HeldGeneration | Exception | None:
         """Return the locked generation, None if there is none, or the error for which it cannot be locked."""
         try:
             return stack.enter_context(self._generations.hold(self._save_of(order).cut))
@@ -223,7 +223,7 @@ class Persister:
         """Leave a note to the agents of other ranks. Return whether they can know of the failure."""
         return self.world_size == 1 or publish_failure(self._storage, save, self.rank, error)
 
-    def _persisted(self, order: Order, held: Held | Exception | None) -> Manifest:
+    def _persisted(self, order: Order, held: HeldGeneration | Exception | None) -> Manifest:
         self._publisher.tip.catch_up()  # an agent before this one may have committed and not reported
         if order.failure:
             raise save_error(order.failure)
@@ -259,7 +259,7 @@ class Persister:
         with self._changed:
             del self._tables[: len(tables) - 1]
 
-    def _staged(self, order: Order, held: Held | Exception | None) -> StagedCut:
+    def _staged(self, order: Order, held: HeldGeneration | Exception | None) -> StagedCut:
         """Return the cut to publish. Raises why there is none."""
         if isinstance(held, Exception):
             raise held
