@@ -58,21 +58,16 @@ def look(counting: Counting) -> Facts:
     state = progress.runs.glance()
     epochs: dict[str, float] = {}
     skipped: dict[tuple[str, str], int] = {}
-    for reader, seen, index in _tables(dataset, name, state):
+    for number, (source, one) in enumerate(dataset._tables.items()):
+        reader = f"{name}.{source}" if source else name
+        seen = state if state is None or not source else state.of(number)
         epochs[reader] = float(progress.epoch) if seen is None or progress.over else _epochs(seen)
-        skipped |= {(reader, reason): rows for reason, rows in _skipped(seen, index)}
+        skipped |= {(reader, reason): rows for reason, rows in _skipped(seen, one.table.index)}
     return Facts(name=name, ready=counting.ready, epochs=epochs, skipped=skipped)
 
 
 def _name_of(dataset: BaseDataset) -> str:
     return dataset._progress.deliveries.name or _UNNAMED
-
-
-def _tables(dataset: Any, name: str, state: State | None) -> Iterator[tuple[str, State | None, TableIndex]]:
-    """Yield (name, state as it is seen there, index) of each table that ``dataset``, called ``name``, reads."""
-    for number, (source, one) in enumerate(dataset._tables.items()):
-        seen = state if state is None or not source else state.of(number)
-        yield f"{name}.{source}" if source else name, seen, one.table.index
 
 
 def _epochs(state: State) -> float:

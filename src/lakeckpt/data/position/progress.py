@@ -160,9 +160,7 @@ class Progress:
         """
         if self.begun and self._settled == (world_size, workers) and not self.over:
             return
-        settled = self.settled(world_size, workers, num_lanes=num_lanes)
-        if settled is not self.runs.state:
-            self._set(settled)
+        self._advance(self.settled(world_size, workers, num_lanes=num_lanes))
         self._settled = (world_size, workers)
 
     def settled(self, world_size: int, workers: int, *, num_lanes: int | None = None) -> State:
@@ -181,8 +179,7 @@ class Progress:
         return self._start_of(state.epoch + 1, state)
 
     def read(self, plain: object) -> State:
-        """Return the state of which `State.to_plain` made ``plain``. Raises StateError if it is none, or of another
-        kind: of a mixture, or of rows whose number depends on the data."""
+        """Return the state that ``plain`` is of, as `Orders.read` does."""
         return self._orders.read(plain)
 
     def load(self, state: State, *, ahead: int = 0) -> None:
@@ -387,7 +384,7 @@ class Progress:
         self._plan, self._last_step, self.over = None, None, False
 
     def _advance(self, state: State) -> None:
-        """Go on from ``state``, which follows from the current one, in the segment that begins there."""
+        """Go on from ``state``, which is the current one or follows from it, in the segment that begins there."""
         if state is not self.runs.state:
             self._set(state)
 

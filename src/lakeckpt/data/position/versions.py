@@ -103,15 +103,12 @@ class Versions:
 
     def check_worker(self) -> None:
         """Raise ConfigError in a worker of another DataLoader, if versions move."""
+        asked, what = 'on_new_version="next_epoch" was asked for', "a new version"
         if self._follow is not None:
+            asked, what = "follow= was given", "new files"
+        if self._moves or self._follow is not None:
             raise ConfigError(
-                "follow= was given, and the workers of a torch DataLoader never learn of new files: use "
-                "lakeckpt.LakeLoader"
-            )
-        if self._moves:
-            raise ConfigError(
-                'on_new_version="next_epoch" was asked for, and the workers of a torch DataLoader never learn of a new '
-                "version: use lakeckpt.LakeLoader"
+                f"{asked}, and the workers of a torch DataLoader never learn of {what}: use lakeckpt.LakeLoader"
             )
 
     @property

@@ -20,7 +20,6 @@ from lakeckpt.data.base.source import BatchSource
 from lakeckpt.data.base.transform import CarriedRows
 from lakeckpt.data.dataset.base_dataset import BaseDataset
 from lakeckpt.data.dataset.dataset import LakeDataset
-from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.flows.tokens import Tokenizing
 from lakeckpt.data.position.orders import Orders, checked_weights
 from lakeckpt.data.position.progress import Progress
@@ -138,7 +137,7 @@ class MixedDataset(BaseDataset):
         accepted = [one.options.accept_changes for one in every]
         sources = [_source_of(one, where) for one, where in zip(every, pinned, strict=True)]
         self.yields_many = any(one.yields_many for one in every)
-        describes = [one.describe if isinstance(one, FlowSource) else None for one in sources]
+        describes = [one.describe for one in sources]
         orders = Orders(pinned, accepted=accepted, describes=describes, mixing=mixing)
         self._progress = Progress(orders, batch_size=batch_size, num_lanes=num_lanes)
         self.sources = self._tables = {
