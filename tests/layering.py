@@ -42,8 +42,6 @@ LEVELS = {
     "integrations": 8,
     "cli": 9,
 }
-STAGES = {"data": ("base", "position", "flows", "workers", "dataset", "streams", "loader")}
-"""The folders of a layer, in the order in which data passes them: each imports from itself and the ones before it."""
 SIDEWAYS = {("checkpoint", "tracking"), ("demo", "cli"), ("cli", "demo")}
 THIRD_PARTY = {
     "errors": set(),
@@ -56,6 +54,8 @@ THIRD_PARTY = {
     "lake": {"numpy", "pyarrow", "fsspec", "s3fs", "botocore", "obstore"},
     "reading": {"numpy", "pyarrow"},
 }
+STAGES = {"data": ("base", "position", "flows", "workers", "dataset", "streams", "loader")}
+"""The folders of a layer, in the order in which data passes them: each imports from itself and the ones before it."""
 # Modules of a table format, `lakeckpt.lake.formats.<format>…`, import its library; they are loaded when one is opened.
 FORMATS = f"{PACKAGE}.lake.formats."
 LIBRARIES = {"delta": {"deltalake"}, "hudi": {"hudi"}, "iceberg": {"pyiceberg", "pyroaring"}}

@@ -109,7 +109,7 @@ class StoreExchange(Exchange):
     def _send(self, number: int, data: bytes) -> None:
         with self._reaching_the_store():
             _set(self._store, _message(number, self.rank), data)
-            if number:  # it is there if this rank has waited for rank 0 in vain
+            if number:  # it is there where this rank has waited for rank 0 in vain
                 self._store.delete_key(_message(number - 1, self.rank))
 
     def _collect(self, number: int) -> Sequence[Mapping[str, str]]:

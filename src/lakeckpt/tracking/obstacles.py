@@ -256,7 +256,7 @@ def _close_all(watched: dict[int, int]) -> None:
 
 
 def _node() -> str:
-    """Return an identity of this boot of this machine and of the process namespace; empty if it is not known."""
+    """Return an identity of this boot of this machine and of the process namespace; empty where it is not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

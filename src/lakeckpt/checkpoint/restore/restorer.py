@@ -88,9 +88,9 @@ class RestoreReport:
 
 
 class Restorer:
-    """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, if all
+    """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, where all
     ranks give it and have something newer there than what was committed. Objects named in ``allow_missing`` keep the
-    state that they have, if what is restored does not hold them. ``step``: see `Chooser`."""
+    state that they have, where what is restored does not hold them. ``step``: see `Chooser`."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from lakeckpt.core.plan import LayoutKey, Plan, cut_spans
 from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt, Span
 from lakeckpt.wire.documents import to_plain
 
-__all__ = ["AnyReceipt", "MixedAssignment", "MixedBlock", "MixedReceipt", "SourcePart", "planned_receipt"]
+__all__ = ["AnyReceipt", "MixedAssignment", "MixedBlock", "MixedReceipt", "Part", "planned_receipt"]
 
 Spans = tuple[tuple[str, tuple[Span, ...]], ...]
 
@@ -128,7 +128,7 @@ AnyReceipt = Receipt | MixedReceipt
 """The receipt of a micro-batch, of one source or of a mixture."""
 
 
-class SourcePart(NamedTuple):
+class Part(NamedTuple):
     """The rows that a source gives to micro-batches of a mixture."""
 
     source: int
@@ -151,16 +151,16 @@ class MixedBlock:
     """True if each micro-batch is of one source."""
     order: npt.NDArray[np.uint16] = field(repr=False)
     """The source of each row: uint16, shape (micro-batches, rows)."""
-    parts: tuple[SourcePart, ...]
+    parts: tuple[Part, ...]
     """Of the sources that have rows in it, in their order."""
     before: list[list[int]] = field(repr=False)
     """Micro-batch → for each source, its rows in the micro-batches of the block before; and at the end, in all."""
 
-    def parts_of(self, number: int) -> list[SourcePart]:
+    def parts_of(self, number: int) -> list[Part]:
         """Return what the sources give to micro-batch ``number`` of the block."""
         starts, stops = self.before[number], self.before[number + 1]
         return [
-            SourcePart(
+            Part(
                 one.source,
                 tuple(cut_spans(one.spans, starts[one.source], stops[one.source])),
                 one.layouts,

@@ -27,7 +27,7 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Rest, turns
 from lakeckpt.core.plan import Plan, dealt_in, share_of
 from lakeckpt.core.state import Segment, State
-from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, SourcePart, planned_receipt
+from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, Part, planned_receipt
 from lakeckpt.core.streams.mixing import Share, fractions
 from lakeckpt.core.streams.stream import StreamDeal
 
@@ -190,11 +190,11 @@ class MixedPlan:
         parts = []
         for source, given in enumerate(before[-1]):
             if given and source in self._makers:
-                parts.append(SourcePart(source, (), (), given, self.source(source)))
+                parts.append(Part(source, (), (), given, self.source(source)))
             elif given:
                 plan, start = self.source(source), self.share(source).before_one(lane, turn, size)
                 spans = self._deal(source).lane_spans(lane, start, start + given)
-                parts.append(SourcePart(source, tuple(spans), plan.layouts_of(spans), given))
+                parts.append(Part(source, tuple(spans), plan.layouts_of(spans), given))
         return MixedBlock(turn=turn, whole=self.mixing.whole, order=order, parts=tuple(parts), before=before)
 
 

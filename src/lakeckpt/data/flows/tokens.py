@@ -124,7 +124,7 @@ class TokenSource(FlowSource):
         return self._tokenizing.length
 
     def columns_of(self, made: LaneBatch) -> dict[str, Any] | None:
-        """Return the tokens of a micro-batch as sequences; None if there are none."""
+        """Return the tokens of a micro-batch as sequences; None where there are none."""
         return given(_sequences(made, self._tokenizing), self.output) if made.count else None
 
     def empty(self, state: State) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, MixedReceipt, SourcePart
+from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, MixedReceipt, Part
 from lakeckpt.core.streams.mixture import MixedPlan
 from lakeckpt.data.base.batch import Batch
 from lakeckpt.data.base.memory import Budget, budget_of
@@ -39,7 +39,7 @@ class _Read:
     """Rows that are read together: those of a block, or of one of its micro-batches."""
 
     def __init__(
-        self, block: MixedBlock, order: npt.NDArray[np.uint16], parts: list[tuple[SourcePart, Opened | FlowLanes]]
+        self, block: MixedBlock, order: npt.NDArray[np.uint16], parts: list[tuple[Part, Opened | FlowLanes]]
     ) -> None:
         self.block, self.order, self.parts = block, order, parts
         self.columns: dict[str, Any] | None = None
@@ -123,7 +123,7 @@ class MixedSource(Iterations):
         return _Opened(read, number * size, (number + 1) * size)
 
     def _begun(
-        self, readers: _Readers, block: MixedBlock, order: npt.NDArray[np.uint16], parts: Sequence[SourcePart]
+        self, readers: _Readers, block: MixedBlock, order: npt.NDArray[np.uint16], parts: Sequence[Part]
     ) -> _Read:
         opened = [
             self._sources[one.source].open_spans(readers.of(one.source), one.spans, one.layouts)
@@ -174,7 +174,7 @@ class MixedSource(Iterations):
         return found
 
     def _columns(
-        self, readers: _Readers, part: SourcePart, opened: Opened, receipt: MixedReceipt, *, raw: bool
+        self, readers: _Readers, part: Part, opened: Opened, receipt: MixedReceipt, *, raw: bool
     ) -> dict[str, Any]:
         source, reader = self._sources[part.source], readers.of(part.source)
         if source.transform is None:

@@ -96,7 +96,7 @@ def pack(
     are permuted, sequences are not, so a long document may fill a batch. The last sequence of each lane is padded. A
     batch has int32 tokens; ``mask_ends=False``, and a ``transform=`` of the dataset, are refused.
 
-    Without one, how many tokens a row group has is read from its footer; data are read for it only if rows are
+    Without one, how many tokens a row group has is read from its footer; data are read for it only where rows are
     deleted or filtered, or the footer has no statistics. Of bytes, the integer column ``num_tokens`` of the table has
     the tokens of each row, if there is one; else the bytes are read once. A run keeps the counts. Raises
     `ConfigError`, `SchemaError`.
@@ -136,7 +136,7 @@ def pack(
 
 
 def _check(dataset: Any, length: Any) -> None:
-    """Raise `ConfigError` if ``dataset`` cannot be packed into sequences of ``length`` tokens."""
+    """Raise `ConfigError` where ``dataset`` cannot be packed into sequences of ``length`` tokens."""
     if hasattr(dataset, "sources"):
         raise ConfigError("pack takes one dataset, and this is a mixture: pack its sources, and mix them then")
     if not isinstance(dataset, LakeDataset):

@@ -21,14 +21,14 @@ from lakeckpt.core.order import Fragment, Window
 from lakeckpt.reading.packed.documents import Documents
 from lakeckpt.reading.packed.sequences import NO_LABEL
 
-__all__ = ["DocumentRuns", "Part", "TokenRuns", "cuts_of", "part_of", "runs_of"]
+__all__ = ["DocumentRuns", "FragmentDocuments", "TokenRuns", "cuts_of", "part_of", "runs_of"]
 
 Array = npt.NDArray[Any]
 Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class FragmentDocuments:
     """The documents of one fragment of a window; int64, shape (documents,) each. The first and the last document may
     go on outside of the fragment."""
 
@@ -48,14 +48,14 @@ class Part:
     """True if the fragment cuts its last document, which goes on in the next window."""
 
 
-def part_of(whole: Documents, fragment: Fragment, *, labels: bool, masks_ends: bool) -> Part:
+def part_of(whole: Documents, fragment: Fragment, *, labels: bool, masks_ends: bool) -> FragmentDocuments:
     """Return the documents of a fragment, which is of the row group of ``whole``. They are cut at both ends."""
     tokens, ends = whole.tokens, whole.ends
     first = int(np.searchsorted(ends, fragment.start, side="right")) - 1
     last = int(np.searchsorted(ends, fragment.stop, side="left"))
     bounds = np.clip(ends[first : last + 1], fragment.start, fragment.stop)
     is_end = bounds[1:] == ends[first + 1 : last + 1]
-    return Part(
+    return FragmentDocuments(
         group=fragment.group,
         tokens=tokens[fragment.start : fragment.stop],
         bounds=bounds - fragment.start,
@@ -113,7 +113,7 @@ class DocumentRuns:
     stops: Int64Array
 
     @classmethod
-    def of(cls, runs: TokenRuns, parts: Sequence[Part], window: Window, length: int) -> DocumentRuns:
+    def of(cls, runs: TokenRuns, parts: Sequence[FragmentDocuments], window: Window, length: int) -> DocumentRuns:
         """Name ``runs``, which `runs_of` made of the other arguments. Padding has no name."""
         real = runs.documents >= 0
         places, documents = runs.places[real], runs.documents[real]
@@ -128,7 +128,7 @@ class DocumentRuns:
         )
 
 
-def runs_of(parts: Sequence[Part], window: Window, length: int) -> TokenRuns:
+def runs_of(parts: Sequence[FragmentDocuments], window: Window, length: int) -> TokenRuns:
     """Return the runs that ``parts`` become in the sequences of ``window``."""
     starts = np.concatenate([part.bounds[:-1] for part in parts])
     lengths = np.concatenate([np.diff(part.bounds) for part in parts])
