@@ -23,7 +23,7 @@ from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.state import State
-from lakeckpt.data.ahead import Ahead
+from lakeckpt.data.base.ahead import Ahead
 from lakeckpt.errors import SaveFailed, StorageError
 from lakeckpt.metrics import METRICS, Reading, read, readings
 from tests.checkpoint.rig import manager, train_step, training

@@ -16,10 +16,10 @@ import pyarrow as pa
 from lakeckpt.core.identity import Identity, Maker
 from lakeckpt.core.receipts import Span
 from lakeckpt.core.streams.lane_batches import LaneBatch
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.source import Output
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.flows.tokens import given, sequences_of
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.source import Output
 from lakeckpt.errors import DataFileDamaged, NullValueError
 from lakeckpt.reading.packed.documents import documents_of
 from lakeckpt.reading.packed.packing import Packing

@@ -36,7 +36,7 @@ class FlowLanes:
     """
 
     is_ready = True
-    """Whether rows come without a wait is not known before they are made."""
+    """Always True: only making rows would tell if they come without a wait."""
 
     def __init__(
         self, turns: FlowTurns, sources: Sequence[Any], reader: Callable[[int], PositionReader], lanes: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.dataset.dataset import LakeDataset
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.errors import ConfigError, SchemaError
 from lakeckpt.reading.packed.packing import Packing
