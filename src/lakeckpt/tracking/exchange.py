@@ -1,20 +1,21 @@
 """This module lets the ranks of a job compare facts and leave notes, through the job's own key-value store.
 
 torch.distributed starts a job through a store: a `TCPStore` of torchrun or of rank 0, or a `FileStore`. In each round a
-rank writes its facts there; rank 0 reads them all, adds them up and writes the answer. A round has one answer, whoever
-writes it: if rank 0 is late, a rank that has waited long enough answers that rank 0 is missing, and rank 0 takes that
-answer as well. A timeout closes nothing: a rank that was late takes part in the next round. Keys are removed when they
-were read.
+rank counts itself (`lakeckpt.tracking.ballots`); only a rank that has facts writes them there. When all have come, rank
+0 reads the facts and writes the answer. All waits block in the store, in slices: between two slices a rank asks why it
+may wait in vain, and looks at the clock. A round has one answer, whoever writes it: if rank 0 is late, a rank that has
+waited long enough answers that rank 0 is missing, and rank 0 takes that answer as well. A timeout closes nothing: a
+rank that was late takes part in the next round. Keys are removed when they were read.
 
-The module opens no connection, starts no threads, uses no collective and never touches a GPU. The store is gone when
-its host has ended: no state that must survive a death lies in it.
+The module starts no threads, uses no collective and never touches a GPU. The store is gone when its host has ended: no
+state that must survive a death lies in it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from datetime import timedelta
 from hashlib import blake2b
 from uuid import uuid4
 
@@ -23,15 +24,18 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lakeckpt.data.base.torch_private import job_store
 from lakeckpt.errors import LakeckptError, MissingRanksError
-from lakeckpt.tracking.obstacles import PROCESS, JobObstacles, Notes, Obstacles, own_process
+from lakeckpt.tracking.ballots import Ballot
+from lakeckpt.tracking.obstacles import JobObstacles, Notes, Obstacles, own_node, own_process
 from lakeckpt.tracking.rounds import Rounds, answer_to_bytes, facts_from_bytes, tally_from_bytes
 from lakeckpt.tracking.tally import Tally, name_ranks, ranks_of
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter, poll
 
 __all__ = ["Exchange", "StoreExchange", "exchange_of_group"]
 
-_PAUSE_S = 0.1
-"""The longest pause between two looks into the store."""
+_FIRST_S, _SHORT_S, _LONG_S = 0.005, 0.1, 2.0
+"""How long a wait blocks before it asks again: ever longer, and in a large job up to the longest."""
+_RANKS_PER_S = 1000
+"""So many ranks that wait may ask the store again in a second."""
 _FAREWELL_S = 5.0
 _DEATH_S = 0.5
 """How long the end of a process may take, whose store is gone."""
@@ -47,6 +51,8 @@ class Exchange(Rounds, Notes):
         super().__init__(rank=rank, world_size=world_size)
         self.obstacles = Obstacles(rank)
         """Why waiting for other ranks is in vain. Any thread may ask."""
+        self.neighbours: Sequence[int] = (rank,)
+        """The ranks on this node, this rank among them, in ascending order."""
 
     def fetch(self, key: str, /) -> bytes:
         """Wait for a note of rank 0 and return it. All other ranks fetch it once; the last of them removes it.
@@ -61,26 +67,37 @@ class Exchange(Rounds, Notes):
 
 class StoreExchange(Exchange):
     """Messages between ``world_size`` ranks over ``store``. ``timeout_s`` is how long a rank waits for another one.
+    ``node``: what ranks of one machine must have in common to be neighbours.
 
     Collective: all ranks make one. Raises `MissingRanksError` naming the ranks that do not.
     """
 
     def __init__(
-        self, store: Store, *, rank: int, world_size: int, timeout_s: float, waiter: Waiter | None = None
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        node: str = "",
+        waiter: Waiter | None = None,
     ) -> None:
         super().__init__(rank=rank, world_size=world_size)
         self._timeout_s = timeout_s
         self._waiter = SystemWaiter() if waiter is None else waiter
-        self._entrance = store
-        self._callers: dict[int, bytes] = {}
+        self._entrance = _connection_of(store)
+        self._callers: set[int] = set()  # that were not answered yet
+        self._called = 0
         self._name = uuid4().hex
-        self._answers: list[str] = []  # keys of answers that are still in the store
+        self._keys: list[tuple[int, str]] = []  # that this rank removes, with the round that uses them last
+        self._texts: Sequence[str] = ()  # the facts of the last round that rank 0 has read
         self._is_gone = False
         self.obstacles: JobObstacles = JobObstacles(self, rank)
         if rank:
             self._name = self._ask_for_the_name()
-        self._store = PrefixStore(self._name, store)
-        self.obstacles.watch(self.everyone({PROCESS: own_process()}))
+        self._store = PrefixStore(self._name, self._entrance)
+        self._notes = PrefixStore(self._name, store)  # for any thread: the other connection may block
+        self.neighbours = self._meet(node)
 
     # --- meeting: the store may hold keys of ranks that have died, as torchrun keeps it while it starts ranks again
 
@@ -88,9 +105,9 @@ class StoreExchange(Exchange):
         """Return the name under which rank 0 keeps the keys of this exchange. The answer is to this process alone."""
         welcome = f"welcome/{self._name}"
         with self._reaching_the_store():
-            self._entrance.set(f"hello/{self.rank}", self._name)
-            look = partial(_checked, self._entrance, welcome)
-            if poll(look, waiter=self._waiter, timeout_s=2 * self._timeout_s, longest_s=_PAUSE_S) is None:
+            number = self._entrance.add("callers", 1)
+            self._entrance.set(f"caller/{number}", self._name)
+            if not self._until(welcome, 2, store=self._entrance):
                 raise self._missing([0])
             name: str = self._entrance.get(welcome).decode("ascii")
             self._entrance.delete_key(welcome)
@@ -98,68 +115,111 @@ class StoreExchange(Exchange):
 
     def _welcome(self) -> None:
         """Answer each rank that asks for the name. A caller that has died is answered in vain."""
-        for rank in range(1, self.world_size):
-            key = f"hello/{rank}"
-            if self._entrance.check([key]) and (caller := self._entrance.get(key)) != self._callers.get(rank):
-                self._callers[rank] = caller
-                self._entrance.set(f"welcome/{caller.decode('ascii')}", self._name)
+        if not self._called and self._entrance.check(["callers/answered"]):
+            self._called = int(self._entrance.get("callers/answered"))
+        last = self._entrance.add("callers", 0)
+        self._callers.update(range(self._called + 1, last + 1))
+        self._called = last
+        for number in sorted(self._callers):
+            key = f"caller/{number}"
+            if self._entrance.check([key]):
+                self._entrance.set(f"welcome/{self._entrance.get(key).decode('ascii')}", self._name)
+                self._entrance.delete_key(key)
+                self._callers.discard(number)
+
+    def _meet(self, node: str) -> Sequence[int]:
+        """Return the ranks on this node when all ranks have come. Watch their processes from then on."""
+        own = own_node()
+        named = blake2b(f"{own} {node}".encode(), digest_size=16).hexdigest() if own else uuid4().hex
+        key = f"node/{named}"
+        with self._reaching_the_store():
+            place = self._store.add(key, 1)
+            _set(self._store, f"{key}/{place}", f"{self.rank} {own_process()}".encode())
+        self._keys += [(0, f"{key}/{place}"), *([(0, key)] if place == 1 else ())]
+        self.everyone({})
+        with self._reaching_the_store():
+            count = self._store.add(key, 0)
+            found = [one.decode() for one in self._store.multi_get([f"{key}/{at + 1}" for at in range(count)])]
+        processes = {int(rank): process for rank, _, process in (one.partition(" ") for one in found)}
+        self.obstacles.watch(processes)
+        return sorted(processes)
 
     # --- rounds
 
     def _send(self, number: int, data: bytes) -> None:
         with self._reaching_the_store():
-            _set(self._store, _message(number, self.rank), data)
-            if number:  # it is there where this rank has waited for rank 0 in vain
-                self._store.delete_key(_message(number - 1, self.rank))
+            if data:
+                _set(self._store, _text(number, self.rank), data)
+                self._keys.append((number, _text(number, self.rank)))
+            self._ballot(number).come(self.rank, has_text=bool(data))
 
     def _collect(self, number: int) -> Sequence[Mapping[str, str]]:
-        keys = {rank: _message(number, rank) for rank in range(1, self.world_size)}
-
-        def look() -> bool | None:
-            if number == 0:
-                self._welcome()
-            return self._store.check(list(keys.values())) or self._store.check([_answer(number)]) or None
-
-        def absent() -> list[int]:
-            return [rank for rank, key in keys.items() if not self._store.check([key])]
-
+        ballot, greets = self._ballot(number), self._welcome if number == 0 else None
         with self._reaching_the_store():
-            if self._poll(look, 1, absent) is None:
-                raise self._missing(absent())
+            if not self._until(ballot.complete, 1, ballot.absent, meanwhile=greets) and (absent := ballot.absent()):
+                raise self._missing(absent)  # if none is: a rank has died between its bit and the count
             if self._store.check([_answer(number)]):
                 raise self._missing([0])  # as a rank that has waited for this one has answered
-            found = list(map(facts_from_bytes, self._store.multi_get(list(keys.values()))))
-            self._remove_answers()  # as every rank is past the rounds before
-            for rank in self._callers:
-                self._entrance.delete_key(f"hello/{rank}")
-            self._callers.clear()
-        return found
+            ranks = ballot.with_text()
+            self._texts = [_text(number, rank) for rank in ranks]
+            data = self._store.multi_get(self._texts) if ranks else []
+            found = dict(zip(ranks, map(facts_from_bytes, data), strict=True))
+            self._remove_before(number)  # as every rank is past the rounds before
+            if greets is not None:
+                self._entrance.set("callers/answered", str(self._called))
+        return [found.get(rank, {}) for rank in range(1, self.world_size)]
 
     def _answer(self, number: int, data: bytes) -> bytes:
-        self._answers.append(_answer(number))
+        keys = (*self._ballot(number).keys, _answer(number), _read(number))
+        self._keys += [(number, key) for key in keys]
         with self._reaching_the_store():
             return _put_once(self._store, _answer(number), data)
 
     def _await_answer(self, number: int) -> Tally:
-        look = partial(_checked, self._store, _answer(number))
+        key = _answer(number)
         with self._reaching_the_store():
             # Rank 0 may come late, and then waits for the others.
-            if self._poll(look, 2, lambda: [] if look() else [0]):
-                answer: bytes = self._store.get(_answer(number))
-                self._store.delete_key(_message(number, self.rank))  # rank 0 sees by this that the answer was read
+            if self._until(key, 2, lambda: [] if self._store.check([key]) else [0]):
+                answer: bytes = self._store.get(key)
             else:
-                answer = _put_once(self._store, _answer(number), answer_to_bytes(self._missing([0])))
-        return tally_from_bytes(answer)
+                answer = _put_once(self._store, key, answer_to_bytes(self._missing([0])))
+                self._ballot(number).end()  # rank 0 waits for nobody, and takes this answer
+            self._store.add(_read(number), 1)
+            tally = tally_from_bytes(answer)
+            self._remove_before(number)
+        return tally
 
-    def _poll(self, look: Callable[[], bool | None], patience: int, absent: Callable[[], Sequence[int]]) -> bool | None:
-        """Wait for the ranks that are ``absent``, which raises if one of them is gone."""
-        return poll(
-            look,
-            waiter=self._waiter,
-            timeout_s=patience * self._timeout_s,
-            longest_s=_PAUSE_S,
-            obstacles=lambda: self.obstacles.refuse_absent(absent),
-        )
+    def _ballot(self, number: int) -> Ballot:
+        return Ballot(self._store, str(number), self.world_size)
+
+    def _until(
+        self,
+        key: str,
+        patience: float,
+        absent: Callable[[], Sequence[int]] | None = None,
+        *,
+        store: Store | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> bool:
+        """Wait for a value of ``key``, for ``patience`` times the timeout. Return whether there is one.
+
+        It raises if one of the ranks that are ``absent`` is gone. ``meanwhile`` is called before each slice, which are
+        short then.
+        """
+        deadline_s = self._waiter.now() + patience * self._timeout_s
+        slice_s, longest_s = _FIRST_S, _SHORT_S
+        if meanwhile is None:
+            slice_s, longest_s = _SHORT_S, min(_LONG_S, max(_SHORT_S, self.world_size / _RANKS_PER_S))
+        while True:
+            if meanwhile is not None:
+                meanwhile()
+            if _comes(self._store if store is None else store, key, slice_s):
+                return True
+            if absent is not None:
+                self.obstacles.refuse_absent(absent)
+            if self._waiter.now() >= deadline_s:
+                return False
+            slice_s = min(2 * slice_s, longest_s)
 
     def _missing(self, ranks: Sequence[int]) -> MissingRanksError:
         return MissingRanksError(
@@ -167,14 +227,18 @@ class StoreExchange(Exchange):
             "be gone: see their logs; nothing was committed"
         )
 
-    def _remove_answers(self) -> None:
-        for key in self._answers:
+    def _remove_before(self, number: int) -> None:
+        """Remove keys of the rounds before ``number``, to which all ranks have come."""
+        for _, key in [one for one in self._keys if one[0] < number]:
             self._store.delete_key(key)
-        self._answers.clear()
+        self._keys = [one for one in self._keys if one[0] >= number]
 
     @contextlib.contextmanager
     def _reaching_the_store(self) -> Iterator[None]:
-        """Raise `MissingRanksError` if the store fails."""
+        """Raise `MissingRanksError` if the store fails, or has failed before: torch prints a page each time."""
+        gone = "the store over which the ranks of this job talk is gone: its host (rank 0, or the launcher) has ended"
+        if self._is_gone:
+            raise MissingRanksError(f"{gone}; see its log")
         try:
             yield
         except LakeckptError:
@@ -182,10 +246,7 @@ class StoreExchange(Exchange):
         except RuntimeError as error:
             self._is_gone = True
             self._refuse_ended()
-            raise MissingRanksError(
-                "the store over which the ranks of this job talk is gone: its host (rank 0, or the launcher) has "
-                f"ended; see its log ({error})"
-            ) from error
+            raise MissingRanksError(f"{gone}; see its log ({error})") from error
 
     def _refuse_ended(self) -> None:
         """Raise if the process of a rank has ended. The kernel closes its connections before it reports its end."""
@@ -194,7 +255,7 @@ class StoreExchange(Exchange):
             lambda: None,
             waiter=self._waiter,
             timeout_s=_DEATH_S,
-            longest_s=_PAUSE_S,
+            longest_s=_SHORT_S,
             obstacles=lambda: self.obstacles.refuse_absent(lambda: everyone),
         )
 
@@ -203,28 +264,27 @@ class StoreExchange(Exchange):
     def publish(self, key: str, data: bytes, /) -> None:
         """See `Exchange`."""
         with self._reaching_the_store():
-            _set(self._store, key, data)
+            _set(self._notes, key, data)
 
     def publish_once(self, key: str, data: bytes, /) -> None:
         """See `Exchange`."""
         with self._reaching_the_store():
-            _put_once(self._store, key, data)
+            _put_once(self._notes, key, data)
 
     def peek(self, key: str, /) -> bytes | None:
-        """See `Exchange`. A store that is gone is not asked again, because torch then prints a page each time."""
+        """See `Exchange`. A store that is gone is not asked again."""
         if self._is_gone:
             return None
         try:
-            return self._store.get(key) if self._store.check([key]) else None
+            return self._notes.get(key) if self._notes.check([key]) else None
         except RuntimeError:
             self._is_gone = True
             return None
 
     def fetch(self, key: str, /) -> bytes:
         """See `Exchange`."""
-        look = partial(_checked, self._store, key)
         with self._reaching_the_store():
-            if self._poll(look, 1, lambda: [] if look() else [0]) is None:
+            if not self._until(key, 1, lambda: [] if self._store.check([key]) else [0]):
                 raise MissingRanksError(f"rank 0 did not announce {key!r} within {self._timeout_s:g} s: see its log")
             data: bytes = self._store.get(key)
             if self._store.add(f"{key}/readers", 1) == self.world_size - 1:
@@ -236,22 +296,25 @@ class StoreExchange(Exchange):
         """See `Exchange`. Rank 0, whose process may host the store, waits a moment for ranks that have not read the
         last answer yet."""
         self.obstacles.close()
-        if self.rank or not self._answers:
+        if self.rank or not self._keys or self._is_gone:
             return
-        last = [_message(self._round - 1, rank) for rank in range(1, self.world_size)]
+        last = self._round - 1
         with contextlib.suppress(RuntimeError):
+            readers = self.world_size - 1 - len(self._ballot(last).absent())
             poll(
-                lambda: not any(self._store.check([key]) for key in last) or None,
+                lambda: self._store.add(_read(last), 0) >= readers or None,
                 waiter=self._waiter,
                 timeout_s=min(_FAREWELL_S, self._timeout_s),
-                longest_s=_PAUSE_S,
+                longest_s=_SHORT_S,
             )
-            self._remove_answers()
-        self._answers.clear()
+            for key in (*self._texts, *(key for _, key in self._keys)):
+                self._store.delete_key(key)
+        self._keys, self._texts = [], ()
 
 
-def exchange_of_group(group: dist.ProcessGroup | None, *, timeout_s: float) -> Exchange:
-    """Return the exchange between the ranks of ``group`` (None: all ranks of the job), whatever its backend is."""
+def exchange_of_group(group: dist.ProcessGroup | None, *, timeout_s: float, node: str = "") -> Exchange:
+    """Return the exchange between the ranks of ``group`` (None: all ranks of the job), whatever its backend is.
+    ``node``: see `StoreExchange`."""
     ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
     if len(ranks) == 1:
         return Exchange()
@@ -261,15 +324,36 @@ def exchange_of_group(group: dist.ProcessGroup | None, *, timeout_s: float) -> E
         rank=dist.get_rank(group),
         world_size=len(ranks),
         timeout_s=timeout_s,
+        node=node,
     )
 
 
-def _message(number: int, rank: int) -> str:
+def _text(number: int, rank: int) -> str:
     return f"{number}/{rank}"
 
 
 def _answer(number: int) -> str:
     return f"{number}/answer"
+
+
+def _read(number: int) -> str:
+    return f"{number}/read"
+
+
+def _connection_of(store: Store) -> Store:
+    """Return a connection of our own to ``store``, as a wait keeps others from a connection; or ``store`` itself if
+    torch cannot make one (before 2.8)."""
+    found: Store = store.clone() if hasattr(store, "clone") else store
+    return found
+
+
+def _comes(store: Store, key: str, seconds: float) -> bool:
+    """Block until there is a value of ``key``, at most about ``seconds``. Return whether there is one."""
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except RuntimeError:
+        return bool(store.check([key]))  # it raises if the store is gone
+    return True
 
 
 def _set(store: Store, key: str, data: bytes) -> None:
@@ -280,8 +364,3 @@ def _put_once(store: Store, key: str, data: bytes) -> bytes:
     """Set a key that has no value, and return its value, which another rank may have set before."""
     found: bytes = store.compare_set(key, "", data)  # type: ignore[arg-type]
     return found
-
-
-def _checked(store: Store, key: str) -> bool | None:
-    """Return True if there is a value of that key, else None."""
-    return store.check([key]) or None
