@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
-from lakeckpt.checkpoint.agent.orders import Begin, Bye, Message, Ready, message_from_bytes, message_to_bytes
+from lakeckpt.checkpoint.agent.orders import Begin, Bye, Message, Unable, message_from_bytes, message_to_bytes
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.persist.log import LOG
@@ -62,7 +62,7 @@ def main(trainer: int) -> int:
         expect_folder(storage, LOG)
     except LakeckptError as error:
         _log(f"{name} cannot be served: {error.kind}: {error}")
-        report(Ready(kind=error.kind, text=str(error)))
+        report(Unable(kind=error.kind, text=str(error)))
         return 1
     identity = identity_of(begin.digest, rank=begin.rank, world_size=begin.world_size)
     generations = Generations(ArenaFolder(begin.arenas), identity)
@@ -79,7 +79,6 @@ def main(trainer: int) -> int:
         linger_s=begin.linger_s,
     )
     threading.Thread(target=_serve, args=(messages, persister, name), name="lakeckpt-orders", daemon=True).start()
-    report(Ready())
     persister.run()
     _log(f"{name}: {_tidied(persister, generations)}; ends")
     return 0
