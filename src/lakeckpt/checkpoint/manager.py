@@ -15,6 +15,7 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state, shared_settings
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.bubbles.watch import Bubbles
@@ -111,7 +112,8 @@ class CheckpointManager:
         check_capturing(capture_every, arenas, bubbles)
         every = interval_of(persist_every)
         self._storage = opened(uri, storage_options)
-        self._exchange, self._waiter = self._talk(group, timeout_s, alone=world_size == 1)
+        node = ArenaFolder(arenas).path
+        self._exchange, self._waiter = self._talk(group, timeout_s, alone=world_size == 1, node=node)
         check_topology(self._exchange, rank, world_size)
         self._capture_every = capture_every
         self._place = None if capture_every is None else place_of(self._storage, uri, storage_options or {}, arenas)
@@ -139,9 +141,9 @@ class CheckpointManager:
         self._watch = Watch({}, {})
 
     @staticmethod
-    def _talk(group: Any, timeout_s: float, *, alone: bool) -> tuple[Exchange, Waiter]:
+    def _talk(group: Any, timeout_s: float, *, alone: bool, node: str) -> tuple[Exchange, Waiter]:
         """Return the exchange with the other ranks, and the clock."""
-        return exchange_of(group, timeout_s, alone=alone), SystemWaiter()
+        return exchange_of(group, timeout_s, alone=alone, node=node), SystemWaiter()
 
     @property
     def steps_done(self) -> int:

@@ -67,7 +67,7 @@ class Exchange(Rounds, Notes):
 
 class StoreExchange(Exchange):
     """Messages between ``world_size`` ranks over ``store``. ``timeout_s`` is how long a rank waits for another one.
-    ``node``: what ranks of one machine must have in common to be neighbours.
+    ``node``: what ranks of one machine have in common, to be neighbours.
 
     Collective: all ranks make one. Raises `MissingRanksError` naming the ranks that do not.
     """
@@ -128,21 +128,20 @@ class StoreExchange(Exchange):
                 self._callers.discard(number)
 
     def _meet(self, node: str) -> Sequence[int]:
-        """Return the ranks on this node when all ranks have come. Watch their processes from then on."""
-        own = own_node()
-        named = blake2b(f"{own} {node}".encode(), digest_size=16).hexdigest() if own else uuid4().hex
-        key = f"node/{named}"
+        """Return the neighbours of this rank when all ranks have come. Watch the processes of this machine from then
+        on."""
+        key = f"machine/{own_node() or uuid4().hex}"
         with self._reaching_the_store():
             place = self._store.add(key, 1)
-            _set(self._store, f"{key}/{place}", f"{self.rank} {own_process()}".encode())
+            _set(self._store, f"{key}/{place}", f"{self.rank}\n{own_process()}\n{node}".encode())
         self._keys += [(0, f"{key}/{place}"), *([(0, key)] if place == 1 else ())]
         self.everyone({})
         with self._reaching_the_store():
             count = self._store.add(key, 0)
             found = [one.decode() for one in self._store.multi_get([f"{key}/{at + 1}" for at in range(count)])]
-        processes = {int(rank): process for rank, _, process in (one.partition(" ") for one in found)}
-        self.obstacles.watch(processes)
-        return sorted(processes)
+        every = [one.split("\n", 2) for one in found]
+        self.obstacles.watch({int(rank): process for rank, process, _ in every})
+        return sorted(int(rank) for rank, _, theirs in every if theirs == node)
 
     # --- rounds
 

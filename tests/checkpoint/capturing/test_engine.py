@@ -23,7 +23,6 @@ from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture import copier
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.moves import Issued, Moves
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import (
     ArenaDamaged,
     ArenaError,
@@ -33,6 +32,7 @@ from lakeckpt.errors import (
     UnannouncedChange,
     UnsupportedValue,
 )
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of, steps_in
 from tests.patience import PATIENCE_S
 
