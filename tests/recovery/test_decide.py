@@ -49,8 +49,8 @@ def test_each_rank_reads_its_own_share_of_the_newest_step_that_all_have() -> Non
 def test_ranks_that_changed_their_nodes_read_shares_that_are_alike() -> None:
     a, b = held(7, 0, 1, shares="xx"), held(7, 2, 3, shares="xx")
     found = decided(node("a", (2, 3), a), node("b", (0, 1), b))
-    assert found.cut == cut_at(7) and found.copies.keys() == {0, 1, 2, 3}
-    assert {found.copies[0], found.copies[1]} <= {2, 3} and {found.copies[2], found.copies[3]} <= {0, 1}
+    assert found.cut == cut_at(7) and found.is_alike and found.copies == {}
+    assert [found.shares_of(rank, 4, held) for rank, held in ((2, {0, 1}), (0, {2, 3}), (3, {3}))] == [[0], [2], [3]]
 
 
 def test_ranks_of_a_mesh_read_the_share_of_their_replica_alone() -> None:
@@ -76,6 +76,7 @@ def test_other_numbers_of_ranks_read_all_shares_of_their_node() -> None:
     assert reason(found) == "rank 0 on a cannot read what ranks 2-3 captured: only other nodes hold it"
     a, b = held(7, 0, 1, shares="xx"), held(7, 2, 3, shares="xx")
     assert decided(node("a", (0,), a), node("b", (1,), b), world_size=2).cut == cut_at(7)
+    assert decided(node("a", (0, 1), held(7, 0, 1, 2, 3)), node("b", ()), world_size=2).cut == cut_at(7)
     assert decided(node("a", (0,), a), node("b", (), b), node("c", (1,)), world_size=2).cut is None
 
 

@@ -45,9 +45,8 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two slices a rank looks at the clock, which stands still."""
-    monkeypatch.setattr(module, "_FIRST_S", 0.001)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a rank that waits looks at the clock, which stands still."""
     monkeypatch.setattr(module, "_SHORT_S", 0.001)
 
 

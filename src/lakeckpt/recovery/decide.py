@@ -35,18 +35,24 @@ _OTHER_HISTORY = "the history of the log does not go on from it"
 class Decision:
     """The ``cut`` in memory that all ranks restore; None: a checkpoint is restored.
 
-    ``world``: how many ranks captured the cut. ``copies``: rank → the rank whose share it reads instead of its own.
+    ``digest``: of the cut, as in a `Holding`. ``world``: how many ranks captured it. ``is_alike``: all their shares
+    have one id. ``copies``: rank → the rank whose share it reads instead of its own, if not all are alike.
     ``passed_over``: the newer cuts, the newest first, and why each is not restored.
     """
 
     cut: CutId | None = None
+    digest: bytes = b""
     world: int = 0
+    is_alike: bool = False
     copies: Mapping[int, int] = field(default_factory=dict)
     passed_over: tuple[tuple[CutId, str], ...] = ()
 
     def shares_of(self, rank: int, world_size: int, held: Collection[int]) -> Sequence[int]:
         """Return whose shares ``rank`` of ``world_size`` reads on its node, which holds those of the ranks ``held``."""
-        return [self.copies.get(rank, rank)] if self.world == world_size else sorted(held)
+        if self.world != world_size:
+            return sorted(held)
+        wanted = self.copies.get(rank, rank)
+        return [wanted] if wanted in held or not self.is_alike else sorted(held)[:1]
 
     def to_text(self) -> str:
         """For messages between ranks."""
@@ -94,10 +100,14 @@ def _restorable(held: Sequence[tuple[int, Holding]], nodes: Sequence[NodeFacts],
     versions: dict[tuple[bytes, int], list[tuple[int, Holding]]] = {}
     for at, one in held:
         versions.setdefault((one.digest, one.world), []).append((at, one))
-    found = [_read_by_all(world, several, nodes, world_size) for (_, world), several in versions.items()]
-    fitting = [one for one in found if isinstance(one, Decision)]
-    if fitting or len(found) == 1:
-        return fitting[0] if fitting else found[0]
+    found: list[str] = []
+    for (digest, world), several in versions.items():
+        way = _read_by_all(world, several, nodes, world_size)
+        if isinstance(way, Decision):
+            return replace(way, digest=digest)
+        found.append(way)
+    if len(found) == 1:
+        return found[0]
     ranks = (_named(rank for _, one in several for rank in one.ranks) for several in versions.values())
     return f"the ranks had different states of readers: {', others than '.join(ranks)}"
 
@@ -116,20 +126,20 @@ def _read_by_all(
         return f"no node holds what {_named(missing)} captured"
     copies: dict[int, int] = {}
     every = {share for shares in on for share in shares.values()}
-    alike = len(every) == 1 and UNKNOWN not in every
+    is_alike = len(every) == 1 and UNKNOWN not in every
     for node, here in zip(nodes, on, strict=True):
         if world != world_size:
-            if len(here) < world and not (here and alike):
+            if node.ranks and len(here) < world and not (here and is_alike):
                 return _stranded(node, node.ranks, [rank for rank in range(world) if rank not in here])
             continue
-        if away := [rank for rank in node.ranks if rank not in here]:
+        if (away := [rank for rank in node.ranks if rank not in here]) and not (here and is_alike):
             same = {share: rank for rank, share in here.items() if share != UNKNOWN}
             copies |= {rank: same[ids[rank]] for rank in away if ids[rank] in same}
             if lost := [rank for rank in away if rank not in copies]:
                 return _stranded(node, lost, lost)
     if unseen := set(range(world_size)).difference(*(node.ranks for node in nodes)):
         return f"{_named(unseen)} stated nothing of a node"
-    return Decision(world=world, copies=copies)
+    return Decision(world=world, is_alike=is_alike, copies=copies)
 
 
 def _stranded(node: NodeFacts, ranks: Iterable[int], shares: Iterable[int]) -> str:

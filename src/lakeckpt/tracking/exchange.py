@@ -2,20 +2,19 @@
 
 torch.distributed starts a job through a store: a `TCPStore` of torchrun or of rank 0, or a `FileStore`. In each round a
 rank counts itself (`lakeckpt.tracking.ballots`); only a rank that has facts writes them there. When all have come, rank
-0 reads the facts and writes the answer. All waits block in the store, in slices: between two slices a rank asks why it
-may wait in vain, and looks at the clock. A round has one answer, whoever writes it: if rank 0 is late, a rank that has
-waited long enough answers that rank 0 is missing, and rank 0 takes that answer as well. A timeout closes nothing: a
-rank that was late takes part in the next round. Keys are removed when they were read.
+0 reads the facts and writes the answer. Waits block in the store (`lakeckpt.tracking.key_waits`); from time to time, a
+rank that waits asks why it may wait in vain, and looks at the clock. A round has one answer, whoever writes it: if rank
+0 is late, a rank that has waited long enough answers that rank 0 is missing, and rank 0 takes that answer as well. A
+timeout closes nothing: a rank that was late takes part in the next round. Keys are removed when they were read.
 
-The module starts no threads, uses no collective and never touches a GPU. The store is gone when its host has ended: no
-state that must survive a death lies in it.
+The module uses no collective and never touches a GPU; its threads are those of waits. The store is gone when its host
+has ended: no state that must survive a death lies in it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from hashlib import blake2b
 from uuid import uuid4
 
@@ -25,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from lakeckpt.data.base.torch_private import job_store
 from lakeckpt.errors import LakeckptError, MissingRanksError
 from lakeckpt.tracking.ballots import Ballot
+from lakeckpt.tracking.key_waits import KeyWaits
 from lakeckpt.tracking.obstacles import JobObstacles, Notes, Obstacles, own_node, own_process
 from lakeckpt.tracking.rounds import Rounds, answer_to_bytes, facts_from_bytes, tally_from_bytes
 from lakeckpt.tracking.tally import Tally, name_ranks, ranks_of
@@ -32,10 +32,12 @@ from lakeckpt.tracking.waiting import SystemWaiter, Waiter, poll
 
 __all__ = ["Exchange", "StoreExchange", "exchange_of_group"]
 
-_FIRST_S, _SHORT_S, _LONG_S = 0.005, 0.1, 2.0
-"""How long a wait blocks before it asks again: ever longer, and in a large job up to the longest."""
+_SHORT_S, _LONG_S = 0.1, 2.0
+"""How often a rank that waits asks why it may wait in vain, in a small job and in a large one."""
 _RANKS_PER_S = 1000
-"""So many ranks that wait may ask the store again in a second."""
+"""So many ranks may ask in a second."""
+_GREETING_S = 0.01
+"""How often rank 0 looks for ranks that come to the first round."""
 _FAREWELL_S = 5.0
 _DEATH_S = 0.5
 """How long the end of a process may take, whose store is gone."""
@@ -85,18 +87,19 @@ class StoreExchange(Exchange):
         super().__init__(rank=rank, world_size=world_size)
         self._timeout_s = timeout_s
         self._waiter = SystemWaiter() if waiter is None else waiter
-        self._entrance = _connection_of(store)
+        self._entrance = store
         self._callers: set[int] = set()  # that were not answered yet
         self._called = 0
         self._name = uuid4().hex
         self._keys: list[tuple[int, str]] = []  # that this rank removes, with the round that uses them last
+        self._present: Sequence[int] = ()  # the ranks that have come to the last round that rank 0 has collected
         self._texts: Sequence[str] = ()  # the facts of the last round that rank 0 has read
         self._is_gone = False
+        self._waits: KeyWaits | None = None
         self.obstacles: JobObstacles = JobObstacles(self, rank)
         if rank:
             self._name = self._ask_for_the_name()
-        self._store = PrefixStore(self._name, self._entrance)
-        self._notes = PrefixStore(self._name, store)  # for any thread: the other connection may block
+        self._store = PrefixStore(self._name, store)
         self.neighbours = self._meet(node)
 
     # --- meeting: the store may hold keys of ranks that have died, as torchrun keeps it while it starts ranks again
@@ -107,7 +110,7 @@ class StoreExchange(Exchange):
         with self._reaching_the_store():
             number = self._entrance.add("callers", 1)
             self._entrance.set(f"caller/{number}", self._name)
-            if not self._until(welcome, 2, store=self._entrance):
+            if not self._until(welcome, 2, store=self._entrance, wake=welcome):
                 raise self._missing([0])
             name: str = self._entrance.get(welcome).decode("ascii")
             self._entrance.delete_key(welcome)
@@ -153,37 +156,57 @@ class StoreExchange(Exchange):
             self._ballot(number).come(self.rank, has_text=bool(data))
 
     def _collect(self, number: int) -> Sequence[Mapping[str, str]]:
-        ballot, greets = self._ballot(number), self._welcome if number == 0 else None
+        ballot = self._ballot(number)
         with self._reaching_the_store():
-            if not self._until(ballot.complete, 1, ballot.absent, meanwhile=greets) and (absent := ballot.absent()):
-                raise self._missing(absent)  # if none is: a rank has died between its bit and the count
-            if self._store.check([_answer(number)]):
-                raise self._missing([0])  # as a rank that has waited for this one has answered
+            try:
+                self._await_all(number, ballot)
+            except LakeckptError:
+                self._present = sorted(set(range(1, self.world_size)) - set(ballot.absent()))
+                raise
+            self._present = range(1, self.world_size)
             ranks = ballot.with_text()
             self._texts = [_text(number, rank) for rank in ranks]
             data = self._store.multi_get(self._texts) if ranks else []
             found = dict(zip(ranks, map(facts_from_bytes, data), strict=True))
             self._remove_before(number)  # as every rank is past the rounds before
-            if greets is not None:
+            if number == 0:
                 self._entrance.set("callers/answered", str(self._called))
         return [found.get(rank, {}) for rank in range(1, self.world_size)]
 
+    def _await_all(self, number: int, ballot: Ballot) -> None:
+        """Return when all ranks have come to a round. Raises `MissingRanksError`."""
+        first = number == 0
+        came = self._until(
+            ballot.complete,
+            1,
+            ballot.absent,
+            wake=None if first else ballot.complete,
+            meanwhile=self._welcome if first else None,
+        )
+        if not came and (absent := ballot.absent()):
+            raise self._missing(absent)  # if none is: a rank has died between its bit and the count
+        if self._store.check([_answer(number)]):
+            raise self._missing([0])  # as a rank that has waited for this one has answered
+
     def _answer(self, number: int, data: bytes) -> bytes:
-        keys = (*self._ballot(number).keys, _answer(number), _read(number))
+        keys = (*self._ballot(number).keys, _answer(number))
         self._keys += [(number, key) for key in keys]
         with self._reaching_the_store():
-            return _put_once(self._store, _answer(number), data)
+            found = _put_once(self._store, _answer(number), data)
+            if wakes := [_wake(number, rank) for rank in self._present]:
+                self._store.multi_set(wakes, ["1"] * len(wakes))
+            return found
 
     def _await_answer(self, number: int) -> Tally:
-        key = _answer(number)
+        key, wake = _answer(number), _wake(number, self.rank)
         with self._reaching_the_store():
             # Rank 0 may come late, and then waits for the others.
-            if self._until(key, 2, lambda: [] if self._store.check([key]) else [0]):
+            if self._until(key, 2, lambda: [] if self._store.check([key]) else [0], wake=wake):
                 answer: bytes = self._store.get(key)
             else:
                 answer = _put_once(self._store, key, answer_to_bytes(self._missing([0])))
                 self._ballot(number).end()  # rank 0 waits for nobody, and takes this answer
-            self._store.add(_read(number), 1)
+            self._store.delete_key(wake)  # rank 0 sees by this that the answer was read
             tally = tally_from_bytes(answer)
             self._remove_before(number)
         return tally
@@ -198,27 +221,42 @@ class StoreExchange(Exchange):
         absent: Callable[[], Sequence[int]] | None = None,
         *,
         store: Store | None = None,
+        wake: str | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> bool:
         """Wait for a value of ``key``, for ``patience`` times the timeout. Return whether there is one.
 
-        It raises if one of the ranks that are ``absent`` is gone. ``meanwhile`` is called before each slice, which are
-        short then.
+        It raises if one of the ranks that are ``absent`` is gone. ``wake``: the key that is set when there is a value,
+        and for which this rank alone waits; None: this rank looks again and again, and calls ``meanwhile``.
         """
-        deadline_s = self._waiter.now() + patience * self._timeout_s
-        slice_s, longest_s = _FIRST_S, _SHORT_S
-        if meanwhile is None:
-            slice_s, longest_s = _SHORT_S, min(_LONG_S, max(_SHORT_S, self.world_size / _RANKS_PER_S))
-        while True:
+        store = self._store if store is None else store
+        limit_s, pause_s = patience * self._timeout_s, min(_LONG_S, max(_SHORT_S, self.world_size / _RANKS_PER_S))
+        until_s = self._waiter.now() + limit_s
+
+        def look(seconds: float) -> bool:
             if meanwhile is not None:
                 meanwhile()
-            if _comes(self._store if store is None else store, key, slice_s):
-                return True
-            if absent is not None:
-                self.obstacles.refuse_absent(absent)
-            if self._waiter.now() >= deadline_s:
+            if not store.check([key]):
+                self._waiter.wait(seconds if meanwhile is None else _GREETING_S)
                 return False
-            slice_s = min(2 * slice_s, longest_s)
+            return True
+
+        with contextlib.ExitStack() as stack:
+            if wake is not None and hasattr(store, "clone"):  # torch has it since 2.8
+                look = stack.enter_context(self._waits_in(store).on(wake, limit_s))
+            while not look(pause_s):
+                if wake is not None and store.check([key]):  # nobody wakes a rank that comes late
+                    return True
+                if absent is not None:
+                    self.obstacles.refuse_absent(absent)
+                if self._waiter.now() >= until_s:
+                    return bool(store.check([key]))
+        return True
+
+    def _waits_in(self, store: Store) -> KeyWaits:
+        if self._waits is None or self._waits.store is not store:
+            self._waits = KeyWaits(store)
+        return self._waits
 
     def _missing(self, ranks: Sequence[int]) -> MissingRanksError:
         return MissingRanksError(
@@ -263,19 +301,19 @@ class StoreExchange(Exchange):
     def publish(self, key: str, data: bytes, /) -> None:
         """See `Exchange`."""
         with self._reaching_the_store():
-            _set(self._notes, key, data)
+            _set(self._store, key, data)
 
     def publish_once(self, key: str, data: bytes, /) -> None:
         """See `Exchange`."""
         with self._reaching_the_store():
-            _put_once(self._notes, key, data)
+            _put_once(self._store, key, data)
 
     def peek(self, key: str, /) -> bytes | None:
         """See `Exchange`. A store that is gone is not asked again."""
         if self._is_gone:
             return None
         try:
-            return self._notes.get(key) if self._notes.check([key]) else None
+            return self._store.get(key) if self._store.check([key]) else None
         except RuntimeError:
             self._is_gone = True
             return None
@@ -297,11 +335,10 @@ class StoreExchange(Exchange):
         self.obstacles.close()
         if self.rank or not self._keys or self._is_gone:
             return
-        last = self._round - 1
+        last = [_wake(self._round - 1, rank) for rank in self._present]
         with contextlib.suppress(RuntimeError):
-            readers = self.world_size - 1 - len(self._ballot(last).absent())
             poll(
-                lambda: self._store.add(_read(last), 0) >= readers or None,
+                lambda: not any(self._store.check([key]) for key in last) or None,
                 waiter=self._waiter,
                 timeout_s=min(_FAREWELL_S, self._timeout_s),
                 longest_s=_SHORT_S,
@@ -335,24 +372,8 @@ def _answer(number: int) -> str:
     return f"{number}/answer"
 
 
-def _read(number: int) -> str:
-    return f"{number}/read"
-
-
-def _connection_of(store: Store) -> Store:
-    """Return a connection of our own to ``store``, as a wait keeps others from a connection; or ``store`` itself if
-    torch cannot make one (before 2.8)."""
-    found: Store = store.clone() if hasattr(store, "clone") else store
-    return found
-
-
-def _comes(store: Store, key: str, seconds: float) -> bool:
-    """Block until there is a value of ``key``, at most about ``seconds``. Return whether there is one."""
-    try:
-        store.wait([key], timedelta(seconds=seconds))
-    except RuntimeError:
-        return bool(store.check([key]))  # it raises if the store is gone
-    return True
+def _wake(number: int, rank: int) -> str:
+    return f"{number}/wake/{rank}"
 
 
 def _set(store: Store, key: str, data: bytes) -> None:

@@ -130,16 +130,20 @@ class Remembered:
         )
 
     def _shares(self, run: str, decision: Decision, cut: CutId) -> dict[int, Contents]:
-        """Hold the shares to read: rank → its share. The first is the one from which readers go on."""
+        """Hold the shares to read: rank → its share. Readers go on from the first one."""
         digest, found = digest_of_run(run, self._storage), dict[int, Contents]()
-        is_own = decision.world == self._world_size
-        wanted = [decision.copies.get(self._rank, self._rank)] if is_own else range(decision.world)
-        for rank in wanted:
+        held = {
+            rank
+            for one in holdings_in(self._folder, digest)
+            if (one.cut, one.digest, one.world) == (cut, decision.digest, decision.world)
+            for rank in one.ranks
+        }
+        for rank in decision.shares_of(self._rank, self._world_size, held):
             name = self._folder.name_of(identity_of(digest, rank=rank, world_size=decision.world))
             with suppress(FileNotFoundError):
                 arena = self._held.enter_context(self._folder.open(name))
-                if (held := self._held.enter_context(arena.hold(cut))) is not None:
-                    found[rank] = contents_of(held)
+                if (share := self._held.enter_context(arena.hold(cut))) is not None:
+                    found[rank] = contents_of(share)
         if not found:
             raise ArenaDamaged(f"step {cut.step} of attempt {cut.attempt} is not in memory any more")
         return found
