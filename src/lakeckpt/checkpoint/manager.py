@@ -165,8 +165,9 @@ class CheckpointManager:
 
     def restore(self, step: int | None = None, *, allow_missing: Collection[str] = ()) -> int:
         """Restore the newest checkpoint that is whole (with ``capture_every``: or the newest cut that the ranks
-        can read from their nodes' memory), and begin an attempt; call it once, before the first step. ``allow_missing`` names objects that
-        joined the state after it was saved: where it does not hold them, they keep the state that they have.
+        can read from their nodes' memory), and begin an attempt; call it once, before the first step. ``allow_missing``
+        names objects that joined the state after it was saved: if it does not hold them, they keep the state that they
+        have.
 
         ``step`` rolls the run back to its newest checkpoint of that step: later work is abandoned. This is an order
         given once. A script that is started again with the same ``step`` goes on from the newest checkpoint where the
@@ -237,9 +238,10 @@ class CheckpointManager:
         ``metric`` says how good this state is, for ``keep=Keep(best=…)``, whenever this cut is saved; rank 0's counts.
         With ``capture_every`` a save only begins here; ``on_save`` and later calls report its result.
 
-        Errors as for `save`, and `AgentError` if the agent cannot serve this process. `ConfigError` where ``batch`` names no batch, or one from before what an earlier step has
-        used, or the metric is no number; `StateUnavailable` where the reader has not delivered it since the last save:
-        both come before the cut, on this rank alone, which may call again. Where a save falls, the others wait for it.
+        Errors as for `save`, and `AgentError` if the agent cannot serve this process. `ConfigError` where ``batch``
+        names no batch, or one from before what an earlier step has used, or the metric is no number; `StateUnavailable`
+        where the reader has not delivered it since the last save: both come before the cut, on this rank alone, which
+        may call again. Where a save falls, the others wait for it.
         """
         saves = self._ready()
         receipts = by_reader(batch, self._tracks)
