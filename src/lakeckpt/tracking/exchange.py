@@ -32,12 +32,11 @@ from lakeckpt.tracking.waiting import SystemWaiter, Waiter, poll
 
 __all__ = ["Exchange", "StoreExchange", "exchange_of_group"]
 
-_SHORT_S, _LONG_S = 0.1, 2.0
-"""How often a rank that waits asks why it may wait in vain, in a small job and in a large one."""
+_FIRST_S, _SHORT_S, _LONG_S = 0.005, 0.1, 2.0
+"""The first pause of a rank that looks for a key; and how often a rank that waits asks why it may wait in vain, in a
+small job and in a large one."""
 _RANKS_PER_S = 1000
 """So many ranks may ask in a second."""
-_GREETING_S = 0.01
-"""How often rank 0 looks for ranks that come to the first round."""
 _FAREWELL_S = 5.0
 _DEATH_S = 0.5
 """How long the end of a process may take, whose store is gone."""
@@ -230,20 +229,20 @@ class StoreExchange(Exchange):
         and for which this rank alone waits; None: this rank looks again and again, and calls ``meanwhile``.
         """
         store = self._store if store is None else store
-        limit_s, pause_s = patience * self._timeout_s, min(_LONG_S, max(_SHORT_S, self.world_size / _RANKS_PER_S))
-        until_s = self._waiter.now() + limit_s
+        limit_s, longest_s = patience * self._timeout_s, min(_LONG_S, max(_SHORT_S, self.world_size / _RANKS_PER_S))
+        until_s, pause_s = self._waiter.now() + limit_s, _FIRST_S
 
         def look(seconds: float) -> bool:
             if meanwhile is not None:
                 meanwhile()
-            if not store.check([key]):
-                self._waiter.wait(seconds if meanwhile is None else _GREETING_S)
-                return False
-            return True
+            if store.check([key]):
+                return True
+            self._waiter.wait(seconds)
+            return False
 
         with contextlib.ExitStack() as stack:
-            if wake is not None and hasattr(store, "clone"):  # torch has it since 2.8
-                look = stack.enter_context(self._waits_in(store).on(wake, limit_s))
+            if wake is not None and _can_block(store):
+                look, pause_s = stack.enter_context(self._waits_in(store).on(wake, limit_s)), longest_s
             while not look(pause_s):
                 if wake is not None and store.check([key]):  # nobody wakes a rank that comes late
                     return True
@@ -251,6 +250,7 @@ class StoreExchange(Exchange):
                     self.obstacles.refuse_absent(absent)
                 if self._waiter.now() >= until_s:
                     return bool(store.check([key]))
+                pause_s = min(2 * pause_s, longest_s)
         return True
 
     def _waits_in(self, store: Store) -> KeyWaits:
@@ -374,6 +374,14 @@ def _answer(number: int) -> str:
 
 def _wake(number: int, rank: int) -> str:
     return f"{number}/wake/{rank}"
+
+
+def _can_block(store: Store) -> bool:
+    """Return whether waits block in the store: not so in a file, at which torch looks a hundred times a second, and in
+    torch before 2.8, which cannot open a second connection."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return hasattr(store, "clone") and not isinstance(store, dist.FileStore)
 
 
 def _set(store: Store, key: str, data: bytes) -> None:
