@@ -188,12 +188,12 @@ class StoreExchange(Exchange):
             raise self._missing([0])  # as a rank that has waited for this one has answered
 
     def _answer(self, number: int, data: bytes) -> bytes:
-        keys = (*self._ballot(number).keys, _answer(number))
+        keys = (*self._ballot(number).keys, _answer(number), _read(number))
         self._keys += [(number, key) for key in keys]
         with self._reaching_the_store():
             found = _put_once(self._store, _answer(number), data)
             if wakes := [_wake(number, rank) for rank in self._present]:
-                self._store.multi_set(wakes, ["1"] * len(wakes))
+                self._store.multi_set(wakes, ["1"] * len(wakes))  # type: ignore[attr-defined]  # torch has it
             return found
 
     def _await_answer(self, number: int) -> Tally:
@@ -205,7 +205,8 @@ class StoreExchange(Exchange):
             else:
                 answer = _put_once(self._store, key, answer_to_bytes(self._missing([0])))
                 self._ballot(number).end()  # rank 0 waits for nobody, and takes this answer
-            self._store.delete_key(wake)  # rank 0 sees by this that the answer was read
+            self._store.add(_read(number), 1)
+            self._keys.append((number, wake))
             tally = tally_from_bytes(answer)
             self._remove_before(number)
         return tally
@@ -232,7 +233,7 @@ class StoreExchange(Exchange):
         limit_s, longest_s = patience * self._timeout_s, min(_LONG_S, max(_SHORT_S, self.world_size / _RANKS_PER_S))
         until_s, pause_s = self._waiter.now() + limit_s, _FIRST_S
 
-        def look(seconds: float) -> bool:
+        def looked(seconds: float) -> bool:
             if meanwhile is not None:
                 meanwhile()
             if store.check([key]):
@@ -240,6 +241,7 @@ class StoreExchange(Exchange):
             self._waiter.wait(seconds)
             return False
 
+        look: Callable[[float], bool] = looked
         with contextlib.ExitStack() as stack:
             if wake is not None and _can_block(store):
                 look, pause_s = stack.enter_context(self._waits_in(store).on(wake, limit_s)), longest_s
@@ -335,15 +337,16 @@ class StoreExchange(Exchange):
         self.obstacles.close()
         if self.rank or not self._keys or self._is_gone:
             return
-        last = [_wake(self._round - 1, rank) for rank in self._present]
+        last, readers = _read(self._round - 1), len(self._present)
         with contextlib.suppress(RuntimeError):
             poll(
-                lambda: not any(self._store.check([key]) for key in last) or None,
+                lambda: self._store.add(last, 0) >= readers or None,
                 waiter=self._waiter,
                 timeout_s=min(_FAREWELL_S, self._timeout_s),
                 longest_s=_SHORT_S,
             )
-            for key in (*self._texts, *(key for _, key in self._keys)):
+            wakes = (_wake(self._round - 1, rank) for rank in self._present)
+            for key in (*self._texts, *wakes, *(key for _, key in self._keys)):
                 self._store.delete_key(key)
         self._keys, self._texts = [], ()
 
@@ -372,6 +375,10 @@ def _answer(number: int) -> str:
     return f"{number}/answer"
 
 
+def _read(number: int) -> str:
+    return f"{number}/read"
+
+
 def _wake(number: int, rank: int) -> str:
     return f"{number}/wake/{rank}"
 
@@ -381,7 +388,7 @@ def _can_block(store: Store) -> bool:
     torch before 2.8, which cannot open a second connection."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return hasattr(store, "clone") and not isinstance(store, dist.FileStore)
+    return hasattr(store, "clone") and not isinstance(store, dist.FileStore)  # type: ignore[attr-defined]
 
 
 def _set(store: Store, key: str, data: bytes) -> None:
