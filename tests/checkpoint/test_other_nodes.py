@@ -12,6 +12,7 @@ import torch
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.restore.restorer import RestoreReport
 from lakeckpt.errors import DamageWarning
 from tests.checkpoint.agent.rig import take_checksums
@@ -47,10 +48,18 @@ def objects_of(seed: int, rank: int, world_size: int, own: bool) -> dict[str, An
 
 
 def job(
-    storage: MemoryStorage, folders: list[Path], *, steps: int, seed: int, saves_at: int = 0, own: bool = False
+    storage: MemoryStorage,
+    folders: list[Path],
+    *,
+    steps: int,
+    seed: int,
+    saves_at: int = 0,
+    own: bool = False,
+    skips: int = -1,
 ) -> list[Came]:
     """Run a rank for each of ``folders``, its node's memory; it dies after so many ``steps``, all captured but
-    the first one after an arena was made. ``own``: ranks have buffers of their own."""
+    the first one after an arena was made. ``own``: ranks have buffers of their own. ``skips``: the rank that skips a
+    batch at its second step."""
     waiter, savers = EventWaiter(storage), []
 
     def body(rank: int, exchange: HubExchange) -> Came:
@@ -60,7 +69,9 @@ def job(
         savers.append(saver)
         step, restored, batches = saver.restore(), state_of(objects), iter(objects["reader"])
         for number in range(1, steps + 1):
-            next(batches)
+            batch = next(batches)
+            if rank == skips and number == 2:
+                saver.skip(batch)
             objects["model"].weight.data += 1
             objects["n"].value += 1
             saver.step()
@@ -115,6 +126,17 @@ def test_another_number_of_ranks_on_a_node_goes_on_from_its_memory(
     assert rows_recorded(storage) == rows[not saves_at :] and verify(storage).every_damage == ()
     worlds = {one.identity.world for one in ArenaFolder(tmp_path).found() if one.identity is not None}
     assert worlds == {after}, "two newer cuts are complete"
+
+
+def test_what_ranks_excluded_is_on_record_after_another_number_of_ranks_went_on(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    job(storage, [tmp_path] * 2, steps=3, seed=0, skips=1)
+    assert [one.step for one in job(storage, [tmp_path] * 3, steps=2, seed=9, saves_at=2)] == [3] * 3
+    (commit,) = read_history(storage).chain
+    excluded = commit.readers["reader"].excluded
+    assert [(one.rank, one.step, sum(rows.size for rows in one.positions.values())) for one in excluded] == [
+        (1, 2, ROWS)
+    ]
 
 
 def test_memory_of_other_ranks_stays_until_this_job_has_cuts_of_its_own(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ not fit, an older cut or a checkpoint is restored instead. The module writes not
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
@@ -116,8 +116,7 @@ class Remembered:
         shares = self._shares(run, decision, cut)
         for contents in shares.values() if manifest is None else ():
             contents.verify()
-        first = next(iter(shares.values()))
-        every = {name: pending_from_bytes(data) for name, data in first.documents.readers.items()}
+        every = _readers_of(shares.values())
         done = cut.step == recorded
         return Candidate(
             manifest=manifest,
@@ -130,7 +129,7 @@ class Remembered:
         )
 
     def _shares(self, run: str, decision: Decision, cut: CutId) -> dict[int, Contents]:
-        """Hold the shares to read: rank → its share. Readers go on from the first one."""
+        """Hold the shares to read: rank → its share."""
         digest, found = digest_of_run(run, self._storage), dict[int, Contents]()
         held = {
             rank
@@ -144,7 +143,8 @@ class Remembered:
                 arena = self._held.enter_context(self._folder.open(name))
                 if (share := self._held.enter_context(arena.hold(cut))) is not None:
                     found[rank] = contents_of(share)
-        if not found:
+        is_divided = decision.world != self._world_size and not decision.is_alike
+        if not found or (is_divided and len(found) < decision.world):
             raise ArenaDamaged(f"step {cut.step} of attempt {cut.attempt} is not in memory any more")
         return found
 
@@ -178,6 +178,32 @@ class Remembered:
         """Unlock what was read: it may be written again."""
         self._held.close()
         self._held = ExitStack()
+
+
+def _readers_of(shares: Collection[Contents]) -> dict[str, tuple[PendingRecord, ...]]:
+    """Return the pending records of each reader, with the rows that any of the ranks excluded. Raises
+    `CheckpointMismatch` if the ranks recorded anything else that differs."""
+    found: dict[str, tuple[PendingRecord, ...]] = {}
+    for contents in shares:
+        for name, data in contents.documents.readers.items():
+            pending = pending_from_bytes(data)
+            known = found.setdefault(name, pending)
+            if known is pending:
+                continue
+            if _without_excluded(known) != _without_excluded(pending):
+                raise CheckpointMismatch(f"ranks recorded different steps of {name!r}, which only they can go on from")
+            found[name] = tuple(map(_with_excluded, known, pending))
+    return found
+
+
+def _without_excluded(pending: Sequence[PendingRecord]) -> list[PendingRecord]:
+    return [replace(one, record=replace(one.record, excluded=())) for one in pending]
+
+
+def _with_excluded(one: PendingRecord, other: PendingRecord) -> PendingRecord:
+    """Return a record with what both exclude; what several ranks report counts once."""
+    more = tuple(excluded for excluded in other.record.excluded if excluded not in one.record.excluded)
+    return replace(one, record=replace(one.record, excluded=one.record.excluded + more))
 
 
 def _parts_of(every: Sequence[Contents], cut: CutId) -> list[PartRecord]:
