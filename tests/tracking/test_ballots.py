@@ -40,5 +40,5 @@ def test_a_vote_without_objections_is_one_request_of_a_rank() -> None:
     store = Counting()
     for rank in range(1, 1024):
         Ballot(store, "0", 1024).come(rank, has_text=False)
-    counters = len(Ballot(store, "0", 1024).keys) - 2
+    counters = sum("/came/" in key for key in Ballot(store, "0", 1024).keys)
     assert store.requests == 1023 + counters + 1  # and a full counter is counted, and the last one wakes rank 0

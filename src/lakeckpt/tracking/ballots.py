@@ -1,4 +1,4 @@
-"""This module counts in a store which ranks have come to a round, so that one key tells rank 0 that all have come.
+"""This module names the keys of a round in a store, and counts which ranks have come: one key says that all have.
 
 A counter serves 31 ranks: each rank adds the bit that is its own, and a second bit if it has left a text. The rank that
 fills a counter counts it as full, and the rank that fills the last counter sets the key `Ballot.complete`. So a rank
@@ -34,9 +34,27 @@ class Ballot:
         return f"{self._name}/all"
 
     @property
+    def answer(self) -> str:
+        """The key of the answer."""
+        return f"{self._name}/answer"
+
+    @property
+    def read(self) -> str:
+        """The key that counts the ranks that have read the answer."""
+        return f"{self._name}/read"
+
+    @property
     def keys(self) -> Sequence[str]:
-        """All keys that the ballot may have set."""
-        return (*self._counters, f"{self._name}/full", self.complete)
+        """All keys that no single rank sets."""
+        return (*self._counters, f"{self._name}/full", self.complete, self.answer, self.read)
+
+    def text(self, rank: int) -> str:
+        """Return the key of what a rank states."""
+        return f"{self._name}/{rank}"
+
+    def wake(self, rank: int) -> str:
+        """Return the key that is set when there is an answer, and for which ``rank`` alone waits."""
+        return f"{self._name}/wake/{rank}"
 
     def come(self, rank: int, *, has_text: bool) -> None:
         """Count ``rank``, once. Its text is in the store already."""

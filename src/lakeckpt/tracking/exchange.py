@@ -148,11 +148,12 @@ class StoreExchange(Exchange):
     # --- rounds
 
     def _send(self, number: int, data: bytes) -> None:
+        ballot = self._ballot(number)
         with self._reaching_the_store():
             if data:
-                _set(self._store, _text(number, self.rank), data)
-                self._keys.append((number, _text(number, self.rank)))
-            self._ballot(number).come(self.rank, has_text=bool(data))
+                _set(self._store, ballot.text(self.rank), data)
+                self._keys.append((number, ballot.text(self.rank)))
+            ballot.come(self.rank, has_text=bool(data))
 
     def _collect(self, number: int) -> Sequence[Mapping[str, str]]:
         ballot = self._ballot(number)
@@ -164,7 +165,7 @@ class StoreExchange(Exchange):
                 raise
             self._present = range(1, self.world_size)
             ranks = ballot.with_text()
-            self._texts = [_text(number, rank) for rank in ranks]
+            self._texts = [ballot.text(rank) for rank in ranks]
             data = self._store.multi_get(self._texts) if ranks else []
             found = dict(zip(ranks, map(facts_from_bytes, data), strict=True))
             self._remove_before(number)  # as every rank is past the rounds before
@@ -184,28 +185,29 @@ class StoreExchange(Exchange):
         )
         if not came and (absent := ballot.absent()):
             raise self._missing(absent)  # if none is: a rank has died between its bit and the count
-        if self._store.check([_answer(number)]):
+        if self._store.check([ballot.answer]):
             raise self._missing([0])  # as a rank that has waited for this one has answered
 
     def _answer(self, number: int, data: bytes) -> bytes:
-        keys = (*self._ballot(number).keys, _answer(number), _read(number))
-        self._keys += [(number, key) for key in keys]
+        ballot = self._ballot(number)
+        self._keys += [(number, key) for key in ballot.keys]
         with self._reaching_the_store():
-            found = _put_once(self._store, _answer(number), data)
-            if wakes := [_wake(number, rank) for rank in self._present]:
+            found = _put_once(self._store, ballot.answer, data)
+            if wakes := list(map(ballot.wake, self._present)):
                 self._store.multi_set(wakes, ["1"] * len(wakes))  # type: ignore[attr-defined]  # torch has it
             return found
 
     def _await_answer(self, number: int) -> Tally:
-        key, wake = _answer(number), _wake(number, self.rank)
+        ballot = self._ballot(number)
+        key, wake = ballot.answer, ballot.wake(self.rank)
         with self._reaching_the_store():
             # Rank 0 may come late, and then waits for the others.
             if self._until(key, 2, lambda: [] if self._store.check([key]) else [0], wake=wake):
                 answer: bytes = self._store.get(key)
             else:
                 answer = _put_once(self._store, key, answer_to_bytes(self._missing([0])))
-                self._ballot(number).end()  # rank 0 waits for nobody, and takes this answer
-            self._store.add(_read(number), 1)
+                ballot.end()  # rank 0 waits for nobody, and takes this answer
+            self._store.add(ballot.read, 1)
             self._keys.append((number, wake))
             tally = tally_from_bytes(answer)
             self._remove_before(number)
@@ -337,16 +339,15 @@ class StoreExchange(Exchange):
         self.obstacles.close()
         if self.rank or not self._keys or self._is_gone:
             return
-        last, readers = _read(self._round - 1), len(self._present)
+        last, readers = self._ballot(self._round - 1), len(self._present)
         with contextlib.suppress(RuntimeError):
             poll(
-                lambda: self._store.add(last, 0) >= readers or None,
+                lambda: self._store.add(last.read, 0) >= readers or None,
                 waiter=self._waiter,
                 timeout_s=min(_FAREWELL_S, self._timeout_s),
                 longest_s=_SHORT_S,
             )
-            wakes = (_wake(self._round - 1, rank) for rank in self._present)
-            for key in (*self._texts, *wakes, *(key for _, key in self._keys)):
+            for key in (*self._texts, *map(last.wake, self._present), *(key for _, key in self._keys)):
                 self._store.delete_key(key)
         self._keys, self._texts = [], ()
 
@@ -365,22 +366,6 @@ def exchange_of_group(group: dist.ProcessGroup | None, *, timeout_s: float, node
         timeout_s=timeout_s,
         node=node,
     )
-
-
-def _text(number: int, rank: int) -> str:
-    return f"{number}/{rank}"
-
-
-def _answer(number: int) -> str:
-    return f"{number}/answer"
-
-
-def _read(number: int) -> str:
-    return f"{number}/read"
-
-
-def _wake(number: int, rank: int) -> str:
-    return f"{number}/wake/{rank}"
 
 
 def _can_block(store: Store) -> bool:
