@@ -32,13 +32,15 @@ def holdings_in(
     not computed. Raises `ArenaError` if the arenas cannot be looked at.
     """
     found: defaultdict[tuple[CutId, bytes, int], dict[int, ArenaInfo]] = defaultdict(dict)
+    whose: set[int] = set()  # the ranks of a job of as many ranks that have arenas here
     for info in folder.found():
         if info.identity is not None and info.identity.run.startswith(run):
+            whose |= {info.identity.rank} if info.identity.world == world_size else set()
             for cut, digest in info.cuts.items():
                 found[cut, digest, info.identity.world][info.identity.rank] = info
     every = []
     for (cut, digest, world), arenas in sorted(found.items(), key=lambda one: one[0][0].age, reverse=True):
-        is_own = not world_size or (world == world_size and arenas.keys() == set(ranks))
+        is_own = not world_size or (world == world_size and whose == set(ranks))
         shares = b"" if is_own else b"".join(_share_id(folder, arenas[rank], cut) for rank in sorted(arenas))
         every.append(Holding(cut=cut, digest=digest, world=world, ranks=tuple(sorted(arenas)), shares=shares))
     return tuple(every)
