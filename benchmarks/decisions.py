@@ -46,6 +46,10 @@ class Rank(StoreExchange):
     def _ask_for_the_name(self) -> str:
         return "job"
 
+    def _until(self, key: str, *args: Any, **options: Any) -> bool:
+        """The first rank of a client waits; the others come when all is there, and ask once, as they would wait."""
+        return bool(self._store.check([key])) or super()._until(key, *args, **options)
+
     def _waits_in(self, store: Any) -> KeyWaits:
         return _waits.setdefault(id(store), KeyWaits(store))
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Ballot"]
+__all__ = ["SILENT", "Ballot"]
+
+SILENT = 1 << 40
 
 _IN_ONE = 31
 """How many ranks share a counter: counters have 63 bits, and a rank takes two of them."""
@@ -22,11 +24,17 @@ _ALL = (1 << _IN_ONE) - 1
 class Ballot:
     """The ranks 1 … ``world_size`` - 1 that have come to the round ``name``, in ``store``. Each rank makes its own."""
 
-    __slots__ = ("_counters", "_name", "_others", "_store")
+    __slots__ = ("_name", "_others", "_store")
 
     def __init__(self, store: Any, name: str, world_size: int) -> None:
         self._store, self._name, self._others = store, name, world_size - 1
-        self._counters = [f"{name}/came/{first}" for first in range(1, world_size, _IN_ONE)]
+
+    @property
+    def _counters(self) -> Sequence[str]:
+        return [self._counter(at) for at in range(-(-self._others // _IN_ONE))]
+
+    def _counter(self, at: int) -> str:
+        return f"{self._name}/came/{at}"
 
     @property
     def complete(self) -> str:
@@ -40,7 +48,8 @@ class Ballot:
 
     @property
     def read(self) -> str:
-        """The key that counts the ranks that have read the answer."""
+        """The key that counts the ranks that have read the answer; and `SILENT` more if the answer says nothing, so
+        that nobody reads more."""
         return f"{self._name}/read"
 
     @property
@@ -59,9 +68,10 @@ class Ballot:
     def come(self, rank: int, *, has_text: bool) -> None:
         """Count ``rank``, once. Its text is in the store already."""
         at, member = divmod(rank - 1, _IN_ONE)
-        found = self._store.add(self._counters[at], 1 << member | has_text << (member + _IN_ONE))
+        found = self._store.add(self._counter(at), 1 << member | has_text << (member + _IN_ONE))
         members = min(_IN_ONE, self._others - at * _IN_ONE)
-        if found & _ALL == (1 << members) - 1 and self._store.add(f"{self._name}/full", 1) == len(self._counters):
+        counters = -(-self._others // _IN_ONE)
+        if found & _ALL == (1 << members) - 1 and self._store.add(f"{self._name}/full", 1) == counters:
             self.end()
 
     def end(self) -> None:

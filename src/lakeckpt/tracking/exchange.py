@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lakeckpt.data.base.torch_private import job_store
 from lakeckpt.errors import LakeckptError, MissingRanksError
-from lakeckpt.tracking.ballots import Ballot
+from lakeckpt.tracking.ballots import SILENT, Ballot
 from lakeckpt.tracking.key_waits import KeyWaits
 from lakeckpt.tracking.obstacles import JobObstacles, Notes, Obstacles, own_node, own_process
 from lakeckpt.tracking.rounds import Rounds, answer_to_bytes, facts_from_bytes, tally_from_bytes
@@ -37,6 +37,8 @@ _FIRST_S, _SHORT_S, _LONG_S = 0.005, 0.1, 2.0
 small job and in a large one."""
 _RANKS_PER_S = 1000
 """So many ranks may ask in a second."""
+_NOTHING = answer_to_bytes(Tally(facts={}))
+"""The answer of a vote without objections."""
 _FAREWELL_S = 5.0
 _DEATH_S = 0.5
 """How long the end of a process may take, whose store is gone."""
@@ -193,6 +195,8 @@ class StoreExchange(Exchange):
         self._keys += [(number, key) for key in ballot.keys]
         with self._reaching_the_store():
             found = _put_once(self._store, ballot.answer, data)
+            if found == _NOTHING:
+                self._store.add(ballot.read, SILENT)
             if wakes := list(map(ballot.wake, self._present)):
                 self._store.multi_set(wakes, ["1"] * len(wakes))  # type: ignore[attr-defined]  # torch has it
             return found
@@ -203,11 +207,12 @@ class StoreExchange(Exchange):
         with self._reaching_the_store():
             # Rank 0 may come late, and then waits for the others.
             if self._until(key, 2, lambda: [] if self._store.check([key]) else [0], wake=wake):
-                answer: bytes = self._store.get(key)
+                says_nothing = self._store.add(ballot.read, 1) > SILENT
+                answer: bytes = _NOTHING if says_nothing else self._store.get(key)
             else:
                 answer = _put_once(self._store, key, answer_to_bytes(self._missing([0])))
                 ballot.end()  # rank 0 waits for nobody, and takes this answer
-            self._store.add(ballot.read, 1)
+                self._store.add(ballot.read, 1)
             self._keys.append((number, wake))
             tally = tally_from_bytes(answer)
             self._remove_before(number)
@@ -342,7 +347,7 @@ class StoreExchange(Exchange):
         last, readers = self._ballot(self._round - 1), len(self._present)
         with contextlib.suppress(RuntimeError):
             poll(
-                lambda: self._store.add(last.read, 0) >= readers or None,
+                lambda: self._store.add(last.read, 0) % SILENT >= readers or None,
                 waiter=self._waiter,
                 timeout_s=min(_FAREWELL_S, self._timeout_s),
                 longest_s=_SHORT_S,
