@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lakeckpt.errors import TrackingError
 from lakeckpt.tracking.notes import error_from_text, error_to_text
 from lakeckpt.tracking.tally import Tally
 from lakeckpt.wire.documents import from_plain, to_plain
@@ -46,7 +47,12 @@ class Rounds:
             self._send(number, facts_to_bytes(facts) if facts else b"")
             return self._await_answer(number)
         try:
-            found = answer_to_bytes(answer(Tally.of([facts, *self._collect(number)])))
+            tally = Tally.of([facts, *self._collect(number)])
+        except TrackingError as error:
+            self._answer(number, answer_to_bytes(error))
+            raise
+        try:
+            found = answer_to_bytes(answer(tally))
         except Exception as error:
             self._answer(number, answer_to_bytes(error))
             raise

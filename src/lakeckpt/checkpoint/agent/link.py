@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -36,7 +37,10 @@ from lakeckpt.errors import AgentError, ArenaError, SaveFailed, WireError
 from lakeckpt.tracking.obstacles import Obstacle
 from lakeckpt.tracking.waiting import SystemWaiter
 
-__all__ = ["LINGER_S", "AgentLink"]
+__all__ = ["IGNORED", "LINGER_S", "AgentLink"]
+
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""The signals that do not end an agent."""
 
 LINGER_S = 900.0
 """How much longer than a save the final save waits for other ranks: a NCCL watchdog ends a trainer after ten
@@ -285,16 +289,20 @@ def _can(pipe: Connection, what: int, timeout_s: float = 0.0) -> bool:
 def _spawned(
     python: str, orders: Connection, outcomes: Connection, *, trainer: int, log: int
 ) -> subprocess.Popen[bytes]:
-    """Start the process, which imports what this process imports."""
-    return subprocess.Popen(
-        [python, "-P", "-m", "lakeckpt.checkpoint.agent", str(trainer)],
-        stdin=orders.fileno(),
-        stdout=outcomes.fileno(),
-        stderr=log,
-        pass_fds=() if trainer < 0 else (trainer,),
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": _imported_from()},
-    )
+    """Start the process, which imports what this process imports. Signals are blocked until it ignores them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        return subprocess.Popen(
+            [python, "-P", "-m", "lakeckpt.checkpoint.agent", str(trainer)],
+            stdin=orders.fileno(),
+            stdout=outcomes.fileno(),
+            stderr=log,
+            pass_fds=() if trainer < 0 else (trainer,),
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": _imported_from()},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _is_over(pid: int) -> bool:

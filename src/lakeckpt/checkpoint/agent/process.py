@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
+from lakeckpt.checkpoint.agent.link import IGNORED
 from lakeckpt.checkpoint.agent.orders import Begin, Bye, Message, Unable, message_from_bytes, message_to_bytes
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
@@ -34,13 +35,12 @@ __all__ = ["main"]
 
 _DEATH_S = 5.0
 """How long the agent waits for the end of a trainer that has closed its pipe: its locks on the arena end with it."""
-_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(trainer: int) -> int:
     """Be an agent, to its end. ``trainer`` is a pidfd of the trainer, or -1. Returns 0, or 1 if this trainer cannot be
     served."""
-    for one in _IGNORED:
+    for one in IGNORED:
         signal.signal(one, signal.SIG_IGN)
     orders, outcomes = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
