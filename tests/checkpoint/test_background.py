@@ -738,6 +738,8 @@ def killed(script: str, run: Path, arenas: Path, *more: Path) -> str:
     job = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert job.returncode == -signal.SIGKILL, job.stderr
     (log,) = arenas.glob("*.log")
+    while b"begins" not in log.read_bytes():  # it may have started when its trainer was dead already
+        threading.Event().wait(0.01)
     assert all(map(ended, agents_of(str(log))))
     return job.stdout.strip()
 

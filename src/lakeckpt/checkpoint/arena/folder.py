@@ -38,8 +38,8 @@ _NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaInfo:
-    """An arena that was found: whose it is, its size, whether its trainer lives, and its complete cuts with their
-    digests, the newest first.
+    """An arena that was found: whose it is, its size, whether its trainer lives, the steps of its complete generations,
+    and their cuts with digests, the newest first. A cut may have been captured twice.
 
     ``problem``: why it cannot be read; then all but the name and the size are unknown.
     """
@@ -48,13 +48,9 @@ class ArenaInfo:
     size_bytes: int
     identity: ArenaIdentity | None = None
     is_filled: bool = False
+    steps: tuple[int, ...] = ()
     cuts: Mapping[CutId, bytes] = field(default_factory=dict)
     problem: str | None = None
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The complete steps, the newest first."""
-        return tuple(cut.step for cut in self.cuts)
 
 
 class ArenaFolder:
@@ -191,6 +187,7 @@ class ArenaFolder:
                     size_bytes=size_bytes,
                     identity=arena.layout.identity,
                     is_filled=arena.is_filled,
+                    steps=tuple(record.cut.step for record in arena.complete()),
                     cuts=arena.cuts(),
                 )
         except FileNotFoundError:
