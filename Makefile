@@ -154,7 +154,7 @@ test-pythons: $(PYTHONS:%=$(VENV)/python%/made)  ## the README's script and a sa
 	@for one in $(PYTHONS); do echo "Python $$one"; \
 	    $(VENV)/python$$one/bin/python -m pytest -n $(JOBS) --dist worksteal $(PYTHONS_SAMPLE) $(ARGS); done
 
-mutants: $(VENV)/dev  ## plant the 95 faults of tests/mutants, one at a time, and count those that the tests find
+mutants: $(VENV)/dev  ## plant the faults of tests/mutants, one at a time, and count those that the tests find
 	$(BIN)/python tests/mutants/run.py --jobs $(JOBS) --json bench-out/mutants.json $(ARGS)
 
 gpu-check: $(VENV)/dev  ## jobs, captures, restoring and loading on a CUDA device, then what captures cost (needs a GPU)

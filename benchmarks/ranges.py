@@ -1,7 +1,7 @@
 """Is the decoder kept busy by a store that answers after 20 ms?  ``python -m benchmarks.ranges [--json FILE]``
 
 The row groups of tables are read one after the other, as a reader of an epoch asks for them, and decoded: from a
-local folder; from nginx in front of the same folder (``s3_server``), announced ahead and not; with other clients in
+local folder; from nginx in front of the same folder (``s3_server``), expected ahead and not; with other clients in
 the place of ours, under the same plan of ranges; and by pyarrow's own scanner (``pre_buffer``, its default read-ahead)
 over its S3 file system and over s3fs. Then whole loaders, to tensors. All in one run, interleaved. Beside the seconds:
 the share of them in which our decoder was decoding rather than waiting for bytes, and how fast it is beside reading the
@@ -98,10 +98,10 @@ class Decoding:
     seconds: float = 0.0
 
 
-def decoded(table: Table, columns: Iterable[str] | None, *, announced: bool, busy: Decoding) -> int:
+def decoded(table: Table, columns: Iterable[str] | None, *, expected: bool, busy: Decoding) -> int:
     """Decode every row group, in the table's order; the number of rows."""
     decoder = RowGroupDecoder(table, None if columns is None else list(columns))
-    fetch, waited = decoder._fetcher.fetch, 0.0
+    fetch, waited = decoder._prefetcher.fetch, 0.0
 
     def watched(group: int) -> Any:
         nonlocal waited
@@ -111,11 +111,11 @@ def decoded(table: Table, columns: Iterable[str] | None, *, announced: bool, bus
         finally:
             waited += time.perf_counter() - begin
 
-    decoder._fetcher.fetch = watched  # type: ignore[method-assign]
+    decoder._prefetcher.fetch = watched  # type: ignore[method-assign]
     begin, rows = time.perf_counter(), 0
     groups = range(len(table.index.group_rows))
-    if announced:
-        decoder.announce(groups)
+    if expected:
+        decoder.expect(groups)
     for group in groups:
         rows += decoder.decode(group, 0, int(table.index.group_rows[group])).num_rows
     busy.seconds = time.perf_counter() - begin - waited
@@ -164,15 +164,15 @@ def cases(lake: Lake, server: NginxS3, folder: Path, place: str) -> dict[str, Ca
     def by_obstore(path: str, start: int, stop: int) -> bytes:
         return bytes(obstore.get_range(store, f"{below}/{path}", start=start, end=stop))
 
-    def ours(table: Table, announced: bool) -> Callable[[Decoding], int]:
-        return lambda busy: decoded(table, lake.wanted, announced=announced, busy=busy)
+    def ours(table: Table, expected: bool) -> Callable[[Decoding], int]:
+        return lambda busy: decoded(table, lake.wanted, expected=expected, busy=busy)
 
     def other(read: Callable[[str, int, int], bytes]) -> Callable[[Decoding], int]:
         return ours(replace(remote, storage=Other(read, remote.storage)), True)  # type: ignore[arg-type]
 
     return {
         "lakeckpt, local": ours(local, False),
-        "lakeckpt, announced": ours(remote, True),
+        "lakeckpt, expected": ours(remote, True),
         "lakeckpt, one row group after the other": ours(remote, False),
         "lakeckpt's ranges by obstore": other(by_obstore),
         "lakeckpt's ranges by pyarrow.fs": other(by_arrow),

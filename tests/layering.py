@@ -62,6 +62,8 @@ THIRD_PARTY = {
     "lake": {"numpy", "pyarrow", "fsspec", "s3fs", "botocore", "obstore"},
     "reading": {"numpy", "pyarrow"},
 }
+STAGES = {"data": ("base", "position", "flows", "workers", "dataset", "streams", "loader")}
+"""The folders of a layer, in the order in which data passes them: each imports from itself and the ones before it."""
 # Modules of a table format, `lakeckpt.lake.formats.<format>…`, import its library; they are loaded when one is opened.
 FORMATS = f"{PACKAGE}.lake.formats."
 LIBRARIES = {"delta": {"deltalake"}, "hudi": {"hudi"}, "iceberg": {"pyiceberg", "pyroaring"}}
@@ -201,6 +203,13 @@ def _layer(module: str) -> str:
     return "cli" if name == "__main__" else name  # `python -m lakeckpt` is the command
 
 
+def _stage(module: str) -> int:
+    """The number of the stage of its layer that a module is in; 0 for the layer itself, and where it has no stages; -1
+    for a folder or a module that is no stage."""
+    stages, parts = STAGES.get(_layer(module), ()), module.split(".")
+    return 0 if not stages or len(parts) < 3 else 1 + stages.index(parts[2]) if parts[2] in stages else -1
+
+
 def _format(module: str) -> str:
     """The table format that a module of ours is about; "" for others."""
     name = module.removeprefix(FORMATS) if module.startswith(FORMATS) else ""
@@ -212,6 +221,8 @@ def _wrong(item: Import) -> Iterator[str]:
     if layer not in LEVELS:
         yield f"the layer {layer!r} is not one that the design names"
         return
+    if _stage(item.module) < 0:
+        yield f"{item.module} is in no stage of {layer}: {', '.join(STAGES[layer])}"
     top = item.target.split(".")[0]
     known = _format(item.target)
     if known and item.at_load and _format(item.module) != known:
@@ -226,6 +237,8 @@ def _wrong(item: Import) -> Iterator[str]:
         other = _layer(item.target)
         if other != layer and (layer, other) not in SIDEWAYS and LEVELS.get(other, 99) >= LEVELS[layer]:
             yield f"{layer} imports {item.target}, which is not below it"
+        elif other == layer and _stage(item.target) > _stage(item.module):
+            yield f"{item.module} imports {item.target}, a later stage"
     elif top == "torch":
         if layer not in MAY_IMPORT_TORCH:
             yield f"{layer} imports {item.target}, and must work without torch"

@@ -18,7 +18,6 @@ ALIKE = {
     "LakeCheckpoint",  # one for each framework
 }
 """Names that users know, which mean the same for several frameworks or purposes."""
-STILL_DOUBLE = {"Agreement", "Begin", "Documents", "Held", "Part", "Run", "Runs"}
 
 
 def test_no_two_public_classes_have_one_name() -> None:
@@ -28,7 +27,7 @@ def test_no_two_public_classes_have_one_name() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 modules[node.name].append(module)
     found = {name: where for name, where in modules.items() if len(where) > 1}
-    assert {name: where for name, where in found.items() if name not in ALIKE | STILL_DOUBLE} == {}
+    assert {name: where for name, where in found.items() if name not in ALIKE} == {}
     assert set(found) >= ALIKE, "a name of ALIKE is not double any more: take it out"
 
 

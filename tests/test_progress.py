@@ -125,7 +125,7 @@ def test_counting_of_tokens_calls_back_for_each_file(lake: Path) -> None:
 
 def test_counting_of_a_dataset_that_takes_long_is_shown(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
-    monkeypatch.setattr("lakeckpt.data.place.selecting._SHOWN_S", 0.0)
+    monkeypatch.setattr("lakeckpt.data.base.selecting._SHOWN_S", 0.0)
     assert LakeDataset(lake, batch_size=2, filters=[("string", "!=", "a")]).selection is not None
     assert "\rrow groups counted 100%" in terminal.getvalue()
 

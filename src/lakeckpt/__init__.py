@@ -27,23 +27,23 @@ check_versions()
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "Batch": "lakeckpt.data.batch",
+    "Batch": "lakeckpt.data.base.batch",
     "CheckpointInfo": "lakeckpt.checkpoint.format.manifest",
     "CheckpointManager": "lakeckpt.checkpoint.manager",
-    "Follow": "lakeckpt.data.options",
+    "Follow": "lakeckpt.data.base.options",
     "Keep": "lakeckpt.checkpoint.format.keep",
     "MixedReceipt": "lakeckpt.core.streams.mixed_batches",
-    "ConsumptionWarning": "lakeckpt.data.place.deliveries",
-    "LakeDataset": "lakeckpt.data.dataset",
-    "LakeLoader": "lakeckpt.data.loader",
+    "ConsumptionWarning": "lakeckpt.data.position.deliveries",
+    "LakeDataset": "lakeckpt.data.dataset.dataset",
+    "LakeLoader": "lakeckpt.data.loader.loader",
     "Ragged": "lakeckpt.reading.columns.ragged",
-    "ReadOptions": "lakeckpt.data.options",
-    "ReadAheadWarning": "lakeckpt.data.place.deliveries",
+    "ReadOptions": "lakeckpt.data.base.options",
+    "ReadAheadWarning": "lakeckpt.data.position.deliveries",
     "Receipt": "lakeckpt.core.receipts",
     "RestoreReport": "lakeckpt.checkpoint.restore.restorer",
     "SaveHandle": "lakeckpt.checkpoint.report",
     "Table": "lakeckpt.lake.table.table",
-    "TransformContext": "lakeckpt.data.transform",
+    "TransformContext": "lakeckpt.data.base.transform",
     "cumulative_lengths": "lakeckpt.data.streams.pack",
     "errors": "lakeckpt.errors",
     "load": "lakeckpt.checkpoint.load",
@@ -51,7 +51,7 @@ _PUBLIC = {
     "mix": "lakeckpt.data.streams.mix",
     "open_table": "lakeckpt.lake.formats.dispatch",
     "pack": "lakeckpt.data.streams.pack",
-    "prefetch": "lakeckpt.data.device_prefetch",
+    "prefetch": "lakeckpt.data.loader.device_prefetch",
 }
 
 _MODULES = ("bubbles", "convert", "dcp", "metrics", "testing")
@@ -97,15 +97,15 @@ if TYPE_CHECKING:
     from lakeckpt.core.merge import merge_states
     from lakeckpt.core.receipts import Receipt
     from lakeckpt.core.streams.mixed_batches import MixedReceipt
-    from lakeckpt.data.batch import Batch
-    from lakeckpt.data.dataset import LakeDataset
-    from lakeckpt.data.device_prefetch import prefetch
-    from lakeckpt.data.loader import LakeLoader
-    from lakeckpt.data.options import Follow, ReadOptions
-    from lakeckpt.data.place.deliveries import ConsumptionWarning, ReadAheadWarning
+    from lakeckpt.data.base.batch import Batch
+    from lakeckpt.data.base.options import Follow, ReadOptions
+    from lakeckpt.data.base.transform import TransformContext
+    from lakeckpt.data.dataset.dataset import LakeDataset
+    from lakeckpt.data.loader.device_prefetch import prefetch
+    from lakeckpt.data.loader.loader import LakeLoader
+    from lakeckpt.data.position.deliveries import ConsumptionWarning, ReadAheadWarning
     from lakeckpt.data.streams.mix import mix
     from lakeckpt.data.streams.pack import cumulative_lengths, pack
-    from lakeckpt.data.transform import TransformContext
     from lakeckpt.lake.formats.dispatch import open_table
     from lakeckpt.lake.table.table import Table
     from lakeckpt.reading.columns.ragged import Ragged

@@ -25,8 +25,8 @@ from lakeckpt.core.identity import Identity
 from lakeckpt.core.order import OrderSpec
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import State
-from lakeckpt.data.place.orders import Orders
-from lakeckpt.data.place.progress import Progress
+from lakeckpt.data.position.orders import Orders
+from lakeckpt.data.position.progress import Progress
 from lakeckpt.errors import MissingRanksError, ObjectExists, ObjectMissing
 from lakeckpt.lake.storage.base import ObjectInfo, Storage
 from lakeckpt.tracking.exchange import Exchange

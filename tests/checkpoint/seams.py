@@ -18,7 +18,7 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint import opening
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.link import AgentLink
-from lakeckpt.checkpoint.agent.orders import Begin, Bye, Documents, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Bye, Hello, Order, Outcome, TableDocuments
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.errors import SaveFailed
@@ -64,7 +64,7 @@ def _open(uri: Any, *, storage_options: Mapping[str, Any] | None = None) -> Stor
     return open_storage(uri, storage_options=storage_options) if place is None else place
 
 
-def _agent(begin: Begin) -> AgentLink | ThreadAgent:
+def _agent(begin: Hello) -> AgentLink | ThreadAgent:
     return ThreadAgent(begin) if begin.uri in _places else AgentLink(begin)
 
 
@@ -75,7 +75,7 @@ opening.AgentLink = _agent  # type: ignore[assignment,misc]
 class ThreadAgent:
     """An agent that is a thread of its trainer, and ends with it: an `AgentLink` to nowhere."""
 
-    def __init__(self, begin: Begin) -> None:
+    def __init__(self, begin: Hello) -> None:
         self.begin, self.rank, self._timeout_s = begin, begin.rank, begin.settings.timeout_s
         self._got: deque[Outcome] = deque()
         self._came = threading.Event()
@@ -98,7 +98,7 @@ class ThreadAgent:
     def order(self, order: Order, /) -> None:
         self._persister.take(order)
 
-    def keep(self, documents: Documents, /) -> None:
+    def keep(self, documents: TableDocuments, /) -> None:
         self._persister.take(documents)
 
     def pass_on(self, obstacle: Obstacle, /) -> None:

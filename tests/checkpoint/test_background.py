@@ -752,6 +752,23 @@ def test_a_trainer_that_is_killed_loses_nothing_that_was_captured(tmp_path: Path
     assert str(restored(storage)) == said and verify(storage).every_damage == ()
 
 
+def test_another_agent_goes_on_behind_what_the_first_one_committed(tmp_path: Path) -> None:
+    run, objects = tmp_path / "run", training()
+    with managed(run, objects, tmp_path / "arenas") as saver:
+        saver.restore()
+        train(saver, objects, 2)
+        first = saver.save()
+        assert saver._saves._agent._begin.attempt.last == first.slot  # another agent reads no log to know it
+        agent = saver._saves._agent.pid
+        os.kill(agent, signal.SIGKILL)
+        assert ended(agent)
+        train(saver, objects, 1)
+        second = saver.save()
+        assert saver._saves._agent.pid != agent
+    assert (first.slot, second.slot) == (1, 2)
+    assert steps_of(LocalStorage(run)) == [2, 3]
+
+
 BEFORE_ANY_SAVE = """
     import os, signal, sys
     import lakeckpt

@@ -38,6 +38,7 @@ from lakeckpt.errors import (
     UnsupportedValue,
 )
 from lakeckpt.lake.table.table import Table
+from lakeckpt.tracking.obstacles import Obstacle
 from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.flow_readers import FlowReader
 from tests.checkpoint.rig import (
@@ -419,6 +420,42 @@ def test_where_the_save_fails_as_rank_0_leaves_the_others_hear_of_it_before_its_
     ranks[0].fails.clear()  # not earlier: its agent would leave its note in storage
     for result in results:
         assert isinstance(result, SaveRefused) and "the cause" in str(result), results
+
+
+def test_a_trainer_that_stops_tells_its_agent_first_which_ranks_have_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[int, list[int]] = {}
+    pass_on = ThreadAgent.pass_on
+
+    def tells(link: ThreadAgent, obstacle: Obstacle) -> None:
+        told.setdefault(threading.get_ident(), []).append(obstacle.rank)
+        pass_on(link, obstacle)
+
+    monkeypatch.setattr(ThreadAgent, "pass_on", tells)
+    meeting = threading.Barrier(2, timeout=PATIENCE_S)
+    storage = MemoryStorage()
+
+    def body(rank: int, exchange: HubExchange) -> list[int]:
+        mine, error = Rank(rank, storage), RuntimeError("the cause")
+        options = {"capture_every": 1, "arenas": tmp_path, "timeout_s": TIMEOUT_S}
+        saver = manager(mine.storage, mine.objects, exchange=exchange, **options)
+        saver.restore()
+        next(iter(mine.objects["reader"]))
+        saver.step()
+        if rank == 0:  # its agent waits for the part of rank 1
+            saver.save(sync=False)
+            saver._saves._next_look_s = float("inf")  # it does not look again while it trains
+        meeting.wait()
+        if rank == 1:
+            saver.__exit__(RuntimeError, error, None)
+        meeting.wait()
+        if rank == 0:
+            saver.__exit__(RuntimeError, error, None)
+        return told.get(threading.get_ident(), [])
+
+    of_rank_0, _ = good(run_ranks(2, body))
+    assert 1 in of_rank_0
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -18,7 +18,7 @@ from lakeckpt.checkpoint.ledger.explain import explain
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.data.place import selecting
+from lakeckpt.data.base import selecting
 from lakeckpt.errors import CheckpointDamaged, SchemaError, StateMismatch
 from lakeckpt.reading.filters.count import count_rows
 from lakeckpt.reading.filters.row_filter import RowFilter

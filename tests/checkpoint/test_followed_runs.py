@@ -16,7 +16,7 @@ from lakeckpt.checkpoint.ledger.audit_report import AuditReport
 from lakeckpt.checkpoint.ledger.explain import explain_history
 from lakeckpt.checkpoint.ledger.indexes import orders_of
 from lakeckpt.cli.main import main
-from lakeckpt.data.place import following
+from lakeckpt.data.position import following
 from lakeckpt.errors import StateMismatch, TableVersionGone
 from lakeckpt.lake.formats import appends
 from lakeckpt.lake.storage.open import open_storage

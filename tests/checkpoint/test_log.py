@@ -24,7 +24,7 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import SlotTaken, list_slots, put_entry, read_entry, read_log, slot_path
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import NewerFormat, StorageError, WireError
-from lakeckpt.tracking.steps import Frontier, Run, StepRecord
+from lakeckpt.tracking.steps import Frontier, StepRecord, StepRun
 from lakeckpt.wire.envelope import dumps, loads
 from tests.checkpoint.rig import MemoryStorage
 from tests.faults.faulty_storage import Fault, FaultyStorage
@@ -52,7 +52,7 @@ def manifest(slot: int, *, attempt: int, parent: int | None, step: int = 1, writ
     record = ReaderRecord(
         state=state,
         stretches=(Stretch(begin=state, end=state, consumed={0: Intervals.of([(0, 5), (7, 9)])}),),
-        steps=StepRecord(runs=(Run(first=1, count=3, start=Frontier(0, 1), stride=1),)),
+        steps=StepRecord(runs=(StepRun(first=1, count=3, start=Frontier(0, 1), stride=1),)),
         index="ab",
     )
     return Manifest(

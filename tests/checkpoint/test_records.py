@@ -15,7 +15,7 @@ from lakeckpt.checkpoint.format.fields import ranges
 from lakeckpt.checkpoint.format.parts import SHARING, SaveId
 from lakeckpt.checkpoint.format.sharing import Sharing, part_key, sharing_to_bytes
 from lakeckpt.checkpoint.format.units import Unit, sum_of
-from lakeckpt.checkpoint.persist.agreement import Agreement, agree
+from lakeckpt.checkpoint.persist.agreement import Agreed, agree
 from lakeckpt.checkpoint.persist.failures import publish_failure, refuse_failed
 from lakeckpt.checkpoint.persist.records import RecordTalk
 from lakeckpt.checkpoint.state.staged import Staged, StagedTensor, StagedTree
@@ -67,7 +67,7 @@ class Pauses:
 @pytest.mark.parametrize("differ", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_they_settle_on_what_a_process_group_settles_on(world_size: int, differ: bool) -> None:
-    def body(rank: int, talk: Any) -> Agreement:
+    def body(rank: int, talk: Any) -> Agreed:
         announced = {"slot": "4"} if rank == 0 else {}
         return agree(talk, facts=FACTS, units=units(rank, differ=differ), announce=announced)
 
@@ -230,7 +230,7 @@ def test_where_ranks_differ_in_one_unit_they_say_little_of_the_others() -> None:
 
 
 def test_a_disagreement_is_raised_on_every_rank() -> None:
-    def body(rank: int, talk: Rounds) -> Agreement:
+    def body(rank: int, talk: Rounds) -> Agreed:
         return agree(talk, facts={"optimizer step": str(rank // 2)}, units=[], announce={})
 
     results = over_storage(3, body)
@@ -249,7 +249,7 @@ def test_of_states_that_are_alike_a_digest_crosses_and_nothing_else() -> None:
 def test_the_fields_are_named_in_which_states_differ(without: int | None) -> None:
     """A rank that has no state, as its save has failed, takes part in the round, too."""
 
-    def body(rank: int, talk: Rounds) -> Agreement:
+    def body(rank: int, talk: Rounds) -> Agreed:
         states = {"reader 'a'": {"'epoch'": "3", "'step'": "8" if rank == 3 else "7"}}
         return agree(talk, facts=FACTS, units=[], announce={}, states={} if rank == without else states)
 
@@ -261,7 +261,7 @@ def test_the_fields_are_named_in_which_states_differ(without: int | None) -> Non
 
 @pytest.mark.parametrize("gone", [0, 2])
 def test_a_rank_that_says_nothing_is_named_when_the_time_is_over(gone: int) -> None:
-    def body(rank: int, talk: Rounds) -> Agreement:
+    def body(rank: int, talk: Rounds) -> Agreed:
         if rank == gone:
             raise Gone
         return agree(talk, facts=FACTS, units=[], announce={})
@@ -337,7 +337,7 @@ def test_alone_a_rank_writes_nothing() -> None:
 def test_a_rank_that_gives_up_is_seen_by_those_who_wait() -> None:
     storage = MemoryStorage()
 
-    def body(rank: int, talk: Rounds) -> Agreement | None:
+    def body(rank: int, talk: Rounds) -> Agreed | None:
         if rank == 1:
             publish_failure(storage, SAVE, 1, SaveFailed("the disk is full"))
             return None

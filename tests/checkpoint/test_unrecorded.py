@@ -15,7 +15,7 @@ import lakeckpt
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.audit_report import EXIT_STATUS, AuditReport
 from lakeckpt.cli.main import main
-from lakeckpt.data.place.deliveries import ConsumptionWarning
+from lakeckpt.data.position.deliveries import ConsumptionWarning
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lakeckpt.core.read_ahead import Given, ReadAhead
-from lakeckpt.data.place.deliveries import Deliveries
+from lakeckpt.data.position.deliveries import Deliveries
 from tests.examples import examples
 
 

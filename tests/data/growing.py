@@ -62,7 +62,7 @@ def ranks_in_one_process() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("following", "versions"):
-            patch.setattr(f"lakeckpt.data.place.{module}.found_by_first", found)
+            patch.setattr(f"lakeckpt.data.position.{module}.found_by_first", found)
         yield
 
 

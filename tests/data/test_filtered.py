@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lakeckpt import LakeDataset, LakeLoader, Table, open_table
-from lakeckpt.data.place import selecting
+from lakeckpt.data.base import selecting
 from lakeckpt.errors import ConfigError, SchemaError, StateMismatch
 from lakeckpt.reading.filters.count import count_rows
 from lakeckpt.reading.filters.selection import RowSelection

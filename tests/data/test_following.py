@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakeckpt import Follow, LakeDataset, LakeLoader, ReadOptions, Table, mix, open_table, pack, prefetch
-from lakeckpt.data.place import selecting
+from lakeckpt.data.base import selecting
 from lakeckpt.errors import (
     ConfigError,
     DataFileChanged,
@@ -182,7 +182,7 @@ class Clock:
 
     def __init__(self, patch: pytest.MonkeyPatch, then: Callable[[int], object] = lambda number: None) -> None:
         self.now, self.slept, self._then = 0.0, list[float](), then
-        patch.setattr("lakeckpt.data.place.following.time", self)
+        patch.setattr("lakeckpt.data.position.following.time", self)
 
     def monotonic(self) -> float:
         return self.now

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lakeckpt import LakeDataset, LakeLoader, mix
-from lakeckpt.data.batch import Batch
+from lakeckpt.data.base.batch import Batch
 from lakeckpt.errors import ConfigError, StateUnavailable
 from lakeckpt.reading.columns.ragged import Ragged
 from tests.data.reading import ROWS, dataset_of, flat, ids, loader_of, some, table_of
@@ -481,9 +481,9 @@ def test_the_state_of_an_endless_loader_is_refused_to_lightning_which_has_fetche
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_that_is_read_when_the_interpreter_ends_says_nothing(lake: Path, workers: int) -> None:
     script = f"""
-import torch, lakeckpt, lakeckpt.data.ahead, lakeckpt.data.workers.slots, lakeckpt.reading.windows.positions
+import torch, lakeckpt, lakeckpt.data.base.ahead, lakeckpt.data.workers.slots, lakeckpt.reading.windows.positions
 # Emptied before torch is, which was loaded sooner:
-torch.kept = [lakeckpt.data.ahead, lakeckpt.data.workers.slots, lakeckpt.reading.windows.positions]
+torch.kept = [lakeckpt.data.base.ahead, lakeckpt.data.workers.slots, lakeckpt.reading.windows.positions]
 loader = lakeckpt.LakeLoader(lakeckpt.LakeDataset({str(lake)!r}, batch_size=4), num_workers={workers})
 dataset = lakeckpt.LakeDataset({str(lake)!r}, batch_size=4)
 torch.kept += [iter(loader), iter(dataset)]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from lakeckpt import LakeDataset, LakeLoader, ReadOptions, open_table
-from lakeckpt.data.ahead import Ahead
+from lakeckpt.data.base.ahead import Ahead
 from lakeckpt.errors import ConfigError, StateError, StateMismatch, StateUnavailable
 from tests.data.reading import ROWS, as_json, dataset_of, flat, ids, loader_of, some
 from tests.examples import examples
@@ -484,7 +484,7 @@ def test_what_ends_too_early_is_not_taken_for_the_end_of_the_epoch(
         def __init__(self, source: Any, stretches: Any, rank: int, **given: Any) -> None:
             super().__init__(source, [(plan, step, 2) for plan, step, _ in stretches], rank, **given)
 
-    monkeypatch.setattr("lakeckpt.data.base_dataset.Ahead", Short)
+    monkeypatch.setattr("lakeckpt.data.dataset.base_dataset.Ahead", Short)
     loader = loader_of(lake, batch_size=batch_size)
     for reads in (loader, loader.dataset):
         with pytest.raises(StateUnavailable, match="ended before step 2 of"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lakeckpt import CheckpointManager
-from lakeckpt.data.memory import default_limit_bytes
+from lakeckpt.data.base.memory import default_limit_bytes
 from lakeckpt.errors import ConfigError, StateUnavailable
 from lakeckpt.reading.memory import machine_bytes
 from tests.data.reading import ROWS, flat, loader_of, same, some

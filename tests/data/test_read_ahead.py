@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, errors
 from lakeckpt.core.order import Window
-from lakeckpt.data.source import BatchSource
+from lakeckpt.data.base.source import BatchSource
 from lakeckpt.lake.parquet.prefetch import OpenedFile
 from lakeckpt.reading.shared import Shared
 from lakeckpt.reading.windows.cache import WindowCache

@@ -60,6 +60,6 @@ def test_packed_and_mixed_datasets_say_what_they_are(lake: Path) -> None:
 
 def test_it_reads_nothing_and_never_raises(lake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = dataset_of(lake, columns=["text"], filters=[("text", "==", "a")])
-    monkeypatch.setattr("lakeckpt.data.place.selecting.Selecting.get", lambda self: pytest.fail("it counts rows"))
+    monkeypatch.setattr("lakeckpt.data.base.selecting.Selecting.get", lambda self: pytest.fail("it counts rows"))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "rank not known yet, epoch 0, not begun" in repr(LakeLoader(dataset))

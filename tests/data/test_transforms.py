@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lakeckpt import Batch, LakeDataset, LakeLoader, Ragged, TransformContext, prefetch
-from lakeckpt.data.transform import bind_transform, leading_sizes
+from lakeckpt.data.base.transform import bind_transform, leading_sizes
 from lakeckpt.testing import assert_exactly_once
 from tests.data.reading import ROWS, as_json, loader_of, some
 

@@ -17,7 +17,7 @@ import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import DataLoader
 
 from lakeckpt import LakeDataset, LakeLoader, ReadOptions
-from lakeckpt.data.ahead import Ahead
+from lakeckpt.data.base.ahead import Ahead
 from lakeckpt.errors import ConfigError, StateError, StateMismatch, StateUnavailable
 from tests.data.reading import ROWS, dataset_of, flat, ids, some, until_error
 from tests.lakes import LakeSpec
@@ -280,7 +280,7 @@ def test_what_ends_before_the_epoch_does_is_an_error_and_not_the_end(
                 raise StopIteration
             return found
 
-    monkeypatch.setattr("lakeckpt.data.foreign.workers.Ahead", Ends)
+    monkeypatch.setattr("lakeckpt.data.dataset.foreign_workers.Ahead", Ends)
     with pytest.raises(StateUnavailable, match=r"worker 0 of 2.*epoch 0.*step 4.*iter\(loader\)"):
         Workers(LakeDataset(lake, batch_size=4, endless=endless), 2).take([0])
 

@@ -159,7 +159,7 @@ def test_ranks_that_would_train_apart_or_hold_parts_are_refused(
         LakeCheckpoint(accelerator, tmp_path / "run", loader)
 
 
-# --- what lakeckpt.data.foreign recognises in accelerate, by accelerate itself
+# --- what lakeckpt.data.dataset.frameworks recognises in accelerate, by accelerate itself
 
 
 def test_accelerate_takes_a_loader_as_it_is_and_reads_nothing_ahead(events: str, accelerator: Accelerator) -> None:

@@ -1,6 +1,6 @@
 """A `LakeLoader` under Lightning's own checkpoints: what the loader sees on the stack is the real Lightning.
 
-`lakeckpt.data.foreign.frameworks` knows Lightning by the name of the module that saves and loads loaders.
+`lakeckpt.data.dataset.frameworks` knows Lightning by the name of the module that saves and loads loaders.
 tests/data/test_frameworks.py has doubles of it.
 """
 

@@ -371,7 +371,7 @@ def test_the_loader_has_the_settings_of_the_arguments(attempts: Attempts) -> Non
     assert mine.train_dataset.num_workers == 0
 
 
-# --- what lakeckpt.data.foreign recognises in the Trainer, by the Trainer itself
+# --- what lakeckpt.data.dataset.frameworks recognises in the Trainer, by the Trainer itself
 
 
 class ByHand(Trainer):  # type: ignore[misc]

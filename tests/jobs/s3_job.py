@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, open_table
+from lakeckpt.lake.parquet.kept_footers import kept_footers
 
 ROWS = 30
 
@@ -22,6 +23,7 @@ class Counts(torch.nn.Module):
 
 def train(lake: str, run: str, options: Mapping[str, Any]) -> None:
     """An epoch, with a save after every second step; resumed where an attempt before has left it."""
+    kept_footers.forget()  # each job reads as a new process does: faults are addressed by the number of a request
     counts = Counts()
     loader = LakeLoader(
         LakeDataset(open_table(lake, storage_options=options), batch_size=5, columns=["x"], shuffle=True, seed=3)

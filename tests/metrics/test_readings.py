@@ -22,7 +22,7 @@ from lakeckpt.bubbles import Bubbles
 from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.state import State
-from lakeckpt.data.ahead import Ahead
+from lakeckpt.data.base.ahead import Ahead
 from lakeckpt.errors import SaveFailed, StorageError
 from lakeckpt.metrics import METRICS, Reading, read, readings
 from lakeckpt.recovery.facts import CutId

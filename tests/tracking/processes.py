@@ -19,7 +19,7 @@ FORKS.set_forkserver_preload(
         "torch.distributed",
         "torch._dynamo",  # two seconds, for which the first optimizer of a process asks
         "lakeckpt.checkpoint.manager",
-        "lakeckpt.data.loader",
+        "lakeckpt.data.loader.loader",
         "lakeckpt.lake.table.table",
         "tests.jobs.s3_job",
     ]

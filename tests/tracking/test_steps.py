@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.core.receipts import Receipt, Span
-from lakeckpt.tracking.steps import Frontier, Run, StepRecord, StepRecorder, frontier_after
+from lakeckpt.tracking.steps import Frontier, StepRecord, StepRecorder, StepRun, frontier_after
 
 FRONTIERS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(0, 6)).map(lambda t: Frontier(*t)),
@@ -77,9 +77,9 @@ def test_malformed_records_are_refused() -> None:
     with pytest.raises(ValueError, match="follow one another"):
         StepRecord(
             runs=(
-                Run(first=1, count=2, start=Frontier(0, 1), stride=1),
-                Run(first=5, count=1, start=Frontier(0, 9), stride=0),
+                StepRun(first=1, count=2, start=Frontier(0, 1), stride=1),
+                StepRun(first=5, count=1, start=Frontier(0, 9), stride=0),
             )
         )
     with pytest.raises(ValueError, match="not a run"):
-        Run(first=0, count=1, start=Frontier(0, 0), stride=0)
+        StepRun(first=0, count=1, start=Frontier(0, 0), stride=0)

@@ -12,7 +12,7 @@ from benchmarks.readers.reader import Batch
 class Lake:
     """`lakeckpt.LakeLoader` over the folder of Parquet files."""
 
-    modules = ("torch", "lakeckpt.data.loader")
+    modules = ("torch", "lakeckpt.data.loader.loader")
 
     def __init__(self, case: Case) -> None:
         import lakeckpt

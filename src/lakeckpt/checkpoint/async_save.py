@@ -21,7 +21,7 @@ from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.link import AgentLink
-from lakeckpt.checkpoint.agent.orders import Documents, Order
+from lakeckpt.checkpoint.agent.orders import Order, TableDocuments
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.reports import shared_fields
@@ -53,7 +53,8 @@ _NOTHING_SPARE_S = 0.01
 _LOOK_S = 0.5
 """How often a trainer looks for obstacles of the saves that are under way."""
 _LOOKS = 8
-"""How often the others can look before rank 0 ends whose last save failed: they may be a step and a save behind."""
+"""Rank 0 hosts the store. After a failed last save it waits for this many looks of the other ranks, which may be one
+step and one save behind, and then ends."""
 
 
 @dataclass(slots=True)
@@ -139,7 +140,7 @@ class Background:
         try:
             pending = self._pending_of(step)
             documents = self._documents()  # the readers forget versions that they have left once all is handed over
-            self._journal.handed_over(pending, step)  # on all ranks, also where one of them fails below
+            self._journal.handed_over(pending, step)  # on all ranks, also if one of them fails below
             if any(not one.is_ordered for one in self._pending.values()):
                 self._engine.finish()  # all ranks order a save before the next one
                 self._order_ready()
@@ -224,7 +225,7 @@ class Background:
     def _send_documents(self, every: Mapping[str, Document]) -> None:
         """Send the documents of the tables that are read, if the agent does not have them. It asks no store."""
         if self._exchange.rank == 0 and every.keys() != self._sent:
-            self._agent.keep(Documents(data={path: one.dumps() for path, one in every.items()}))
+            self._agent.keep(TableDocuments(data={path: one.dumps() for path, one in every.items()}))
             self._sent = set(every)
 
     # --- orders

@@ -65,20 +65,20 @@ class CheckpointManager:
         keep: which checkpoints keep their data: so many of the newest (int), or a `lakeckpt.Keep` rule. The record of
             all checkpoints stays.
         group: the torch process group (or one-dimensional DeviceMesh) whose ranks hold replicas; default: all ranks.
-        rank, world_size: checked against the group's, where given.
+        rank, world_size: checked against the group's, if given.
         storage_options: options of the object store, such as credentials.
         timeout_s: how long a rank waits for another one in a save or restore, in seconds.
         save_on: signals, such as ``("SIGTERM", "SIGUSR1")``. When one reaches some rank, all ranks save the next cut,
-            and `step` raises SystemExit with 128 + its number (143 for SIGTERM). Where a rank has come to no cut
+            and `step` raises SystemExit with 128 + its number (143 for SIGTERM). If a rank has come to no cut
             ``grace_s`` seconds later (default: three usual steps, at least 15 s), or is gone, all end at once and save
             nothing; agents persist what was captured.
-        requeue: ``"slurm"``: rank 0 then runs ``scontrol requeue``, but not where a rank is gone.
+        requeue: ``"slurm"``: rank 0 then runs ``scontrol requeue``, but not if a rank is gone.
         on_save: called with the `CheckpointInfo` of each checkpoint that this manager commits, on the training thread.
         fail_after: for how long failed saves by policy are warnings, from the first of them on: seconds, or a
             timedelta. Saves are then tried ever later (after 20 s, then 40 s, up to 5 minutes). Raised at once: a
             failure of the first save, of `save` and of the last save, and what no retry mends (`SaveRefused`, a state
             that cannot be written, a superseded attempt). A save that is skipped for a newer one is no failure.
-        exclusive: `restore` raises `RunInUse` where another job that trains this run is alive, instead of taking the
+        exclusive: `restore` raises `RunInUse` if another job that trains this run is alive, instead of taking the
             run over (docs/how-to/one-job.md). A job that its launcher starts again is never refused.
 
     Collective over the ranks: construction, `restore`, `save`, leaving the ``with``, and those `step` at which a save
@@ -157,7 +157,7 @@ class CheckpointManager:
 
     def latest(self) -> CheckpointInfo | None:
         """The newest commit of the history that can be read, or None. It does not verify the data. Raises `NewerFormat`
-        where a newer lakeckpt wrote into the log."""
+        if a newer lakeckpt wrote into the log."""
         newest = newest_checkpoint(self._storage)
         return None if newest is None else CheckpointInfo.of(newest)
 
@@ -170,7 +170,7 @@ class CheckpointManager:
         have.
 
         ``step`` rolls the run back to its newest checkpoint of that step: later work is abandoned. This is an order
-        given once. A script that is started again with the same ``step`` goes on from the newest checkpoint where the
+        given once. A script that is started again with the same ``step`` goes on from the newest checkpoint if the
         history descends from this roll-back already. To go back to the same step again: ``lakeckpt rollback``. Rank 0's
         ``step`` counts.
 
@@ -231,17 +231,17 @@ class CheckpointManager:
 
         ``batch`` is the last batch that the step used: all up to it counts as consumed, and what a queue or a wrapper
         holds beyond it does not. Instead of the batch, give its receipt; or the number that the loader's
-        ``receipt_column`` put into it, where a wrapper makes batches anew; with several readers a dict of reader →
+        ``receipt_column`` put into it, if a wrapper makes batches anew; with several readers a dict of reader →
         batch. Without it, all that the readers have delivered is taken for consumed. That is wrong behind anything
-        that reads ahead: a `ReadAheadWarning` says so where it shows. ``lakeckpt audit`` proves what was delivered.
+        that reads ahead: a `ReadAheadWarning` says so if it shows. ``lakeckpt audit`` proves what was delivered.
 
         ``metric`` says how good this state is, for ``keep=Keep(best=…)``, whenever this cut is saved; rank 0's counts.
         With ``capture_every`` a save only begins here; ``on_save`` and later calls report its result.
 
-        Errors as for `save`, and `AgentError` if the agent cannot serve this process. `ConfigError` where ``batch``
-        names no batch, or one from before what an earlier step has used, or the metric is no number; `StateUnavailable`
-        where the reader has not delivered it since the last save: both come before the cut, on this rank alone, which
-        may call again. Where a save falls, the others wait for it.
+        Errors as for `save`, and `AgentError` if the agent cannot serve this process. `ConfigError` if ``batch`` names
+        no batch, or one from before what an earlier step has used, or the metric is no number; `StateUnavailable` if
+        the reader has not delivered it since the last save: both come before the cut, on this rank alone, which may
+        call again. If a save falls, the others wait for it.
         """
         saves = self._ready()
         receipts = by_reader(batch, self._tracks)
@@ -287,7 +287,7 @@ class CheckpointManager:
         What fails on one rank fails on all, within seconds, and the error says which rank it was and why. Raises
         `SaveFailed` (nothing was committed, or ranks are gone; training may go on),
         `AttemptSuperseded` (stop), `TrackingError` (the ranks are not at one cut), `UnsupportedValue` (a state that
-        cannot be written, with its path), `CheckpointError` where your own code raised something else on another rank,
+        cannot be written, with its path), `CheckpointError` if your own code raised something else on another rank,
         as a ``state_dict`` may, and `ConfigError` for a metric that is no number, as `step` does.
         """
         saves = self._ready()
@@ -302,7 +302,7 @@ class CheckpointManager:
 
     def wait(self) -> CheckpointInfo | None:
         """Return when everything that was saved is committed: the newest checkpoint that this manager committed, or
-        None where it committed none. Errors as for `save`."""
+        None if it committed none. Errors as for `save`."""
         self._refuse_closed()
         if self._saves is not None:
             with self._preemption.busy():
@@ -349,8 +349,8 @@ class CheckpointManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Save the last cut if the body ended well and it is not saved yet. After an exception, save nothing; where
-        cuts are captured, the newest that is complete on all ranks is persisted, as where processes die. A save that
+        """Save the last cut if the body ended well and it is not saved yet. After an exception, save nothing; if
+        cuts are captured, the newest that is complete on all ranks is persisted, as when processes die. A save that
         fails here is such an exception."""
         failure = None if isinstance(error, Preempted) else error
         try:
@@ -371,7 +371,7 @@ class CheckpointManager:
             self._close(well=failure is None)
 
     def _save_last(self) -> None:
-        """Save the last cut where it is not saved, on all ranks or on none, and wait for all saves."""
+        """Save the last cut if it is not saved, on all ranks or on none, and wait for all saves."""
         if self._ready().is_saving(self._step):
             with self._reporter.warning_of(self._step):
                 self.wait()

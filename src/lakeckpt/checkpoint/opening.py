@@ -13,7 +13,7 @@ from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
 from lakeckpt.checkpoint.agent.link import LINGER_S, AgentLink
-from lakeckpt.checkpoint.agent.orders import Begin
+from lakeckpt.checkpoint.agent.orders import Hello
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.bubbles.gate import Gate
@@ -100,6 +100,8 @@ def open_saves(
 
     Raises `AgentError` if no agent can be started, `ArenaError` if the folder cannot hold arenas.
     """
+    if gate is not None and counters is not None:
+        counters.waits = gate.waits
     journal = Journal(tracks, step, pending=attempt.pending, recorded=attempt.recorded)
     if place is not None:
         engine, agent, generations = _open_agent(objects, place, exchange, attempt, step, settings, gate, counters)
@@ -143,7 +145,7 @@ def _open_agent(
     digest = digest_of_run(attempt.run, place.storage)
     identity = identity_of(digest, rank=exchange.rank, world_size=exchange.world_size)
     agent = AgentLink(
-        Begin(
+        Hello(
             uri=place.uri,
             storage_options=place.storage_options,
             attempt=attempt,
@@ -155,8 +157,6 @@ def _open_agent(
             linger_s=LINGER_S,
         )
     )
-    if gate is not None and counters is not None:
-        counters.waits = gate.waits
     engine = CaptureEngine(
         objects,
         identity,

@@ -27,7 +27,7 @@ def roll_back(storage: Storage, step: int, *, clock: Callable[[], float] = time.
     """Order that the history of the run at ``storage`` goes on from its newest checkpoint of ``step``; returns that.
 
     Writes one entry into the log: a job that is alive is superseded by it, and ends at its next save. Raises
-    `CheckpointNotFound`, and `AttemptSuperseded` where other jobs keep writing.
+    `CheckpointNotFound`, and `AttemptSuperseded` if other jobs keep writing.
     """
     log = RunLog(storage)
     for _ in range(_MOST_TRIES):

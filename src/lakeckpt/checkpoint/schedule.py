@@ -3,7 +3,7 @@
 Rank 0 alone decides, at *checks*. At a check it announces two steps: the next save (or none), and the next check. The
 other ranks read the announcement of cut c at the next cut, so that a save is always announced one step ahead, and a few
 announcements suffice for each save. Each save is a check, after it was made: if it has failed, rank 0 waits by its
-clock as long as the `Outage` says. Where saves fall every so many steps, there are no other checks while saves succeed.
+clock as long as the `Outage` says. If saves fall every so many steps, there are no other checks while saves succeed.
 
 By the clock, the next check lies halfway to the time of the next save, but at most an eighth of the interval ahead.
 Time is converted into steps by the slower of two paces: the pace since the start, and the pace since the check before.

@@ -113,7 +113,7 @@ class Saver:
         try:
             pending = self._journal.pending(step)
             documents = documents_of_all([track.reader for track in self._tracks.values()])
-            self._journal.handed_over(pending, step)  # on all ranks, also where one of them fails below
+            self._journal.handed_over(pending, step)  # on all ranks, also if one of them fails below
             number = checked_metric(metric)
             staged = stage(snapshot(self._objects))
             if self._exchange.rank == 0:

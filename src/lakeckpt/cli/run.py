@@ -169,12 +169,12 @@ class _Attempts:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether no rank began in the last attempts."""
+        """True if no rank began in the last attempts."""
         return self._failed >= _ATTEMPTS_WITHOUT_BEGIN
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the last attempts went on from the same place."""
+        """True if the last attempts went on from the same place."""
         last = self._places[-_WARM_DEATHS:]
         return len(last) == _WARM_DEATHS and len(set(last)) == 1
 

@@ -22,7 +22,7 @@ _IMPORTED = (
     "torch.optim",
     "numpy",
     "pyarrow.parquet",
-    "lakeckpt.data.loader",
+    "lakeckpt.data.loader.loader",
     "lakeckpt.data.streams.mix",
     "lakeckpt.data.streams.pack",
     "lakeckpt.checkpoint.manager",

@@ -69,14 +69,14 @@ class Assignment:
     receipt: Receipt
     layouts: tuple[LayoutKey, ...]
     owner: int
-    """Which of this rank's lanes it comes from, counted from 0: the worker that owns the lane reads it."""
+    """The number of its lane among this rank's lanes, counted from 0: the worker that owns the lane reads it."""
     lanes: int
     """How many lanes this rank has."""
 
 
 LaneRest = tuple[Callable[[int, int], list[Span]], int, int | None]
-"""What is left of a lane: what returns its ``start``-th to ``stop``-th positions, how many of them are consumed, and
-how many it has; None: it has no end."""
+"""The rest of a lane: a function that returns its ``start``-th to ``stop``-th positions, how many of them are consumed,
+and how many it has; None: it has no end."""
 
 
 class Plan:
@@ -194,7 +194,7 @@ class Plan:
 
     @cached_property
     def left(self) -> Rest:
-        """What is left at the state, positions that have begun included. Lanes that are not held have consumed
+        """The rest at the state, positions that have begun included. Lanes that are not held have consumed
         nothing."""
         if self.state.held is None:
             return self.rest(self.state.step)

@@ -279,7 +279,7 @@ class State:
 
     @property
     def is_endless(self) -> bool:
-        """Whether the stream is endless, as those of all sources of a mixture are."""
+        """True if the stream is endless, as those of all sources of a mixture are."""
         return self.orders[0].endless
 
     @property
@@ -312,12 +312,12 @@ class State:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the state of the whole job, and not a part."""
+        """True if it is the state of the whole job, and not a part."""
         return self.held is None or self.held.ranks.size == self.segment.world_size
 
     @property
     def is_start(self) -> bool:
-        """Whether nothing of the epoch was read."""
+        """True if nothing of the epoch was read."""
         held = self.held
         moved = held is not None and (any(held.done) or any(held.offsets))
         return self.step == 0 and not self.bases and len(self.segments) == 1 and not moved

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from lakeckpt.checkpoint.manager import CheckpointManager
-from lakeckpt.data.loader import LakeLoader
+from lakeckpt.data.loader.loader import LakeLoader
 from lakeckpt.errors import ConfigError
 from lakeckpt.integrations.common import Framework
 from lakeckpt.lake.storage.base import Storage

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lakeckpt.checkpoint.manager import CheckpointManager
-from lakeckpt.data.loader import LakeLoader
+from lakeckpt.data.loader.loader import LakeLoader
 from lakeckpt.errors import ConfigError
 from lakeckpt.integrations.common import Framework
 from lakeckpt.lake.storage.base import Storage

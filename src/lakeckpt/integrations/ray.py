@@ -24,8 +24,8 @@ from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.load import load as load_run
 from lakeckpt.checkpoint.sync_save import Saver
-from lakeckpt.data.device_prefetch import Prefetched, prefetch
-from lakeckpt.data.loader import LakeLoader
+from lakeckpt.data.loader.device_prefetch import Prefetched, prefetch
+from lakeckpt.data.loader.loader import LakeLoader
 from lakeckpt.errors import ConfigError, SaveFailed
 from lakeckpt.integrations.common import Framework
 

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from lakeckpt.checkpoint.load import load
 from lakeckpt.checkpoint.manager import CheckpointManager
-from lakeckpt.data.loader import LakeLoader
+from lakeckpt.data.loader.loader import LakeLoader
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.errors import CheckpointNotFound, ConfigError
 from lakeckpt.integrations.common import Framework

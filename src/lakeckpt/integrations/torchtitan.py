@@ -18,9 +18,9 @@ import torch
 from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.loader import LakeLoader
-from lakeckpt.data.options import ReadOptions
+from lakeckpt.data.base.options import ReadOptions
+from lakeckpt.data.dataset.dataset import LakeDataset
+from lakeckpt.data.loader.loader import LakeLoader
 from lakeckpt.data.streams.pack import pack
 from lakeckpt.errors import ConfigError
 from lakeckpt.integrations.common import Framework

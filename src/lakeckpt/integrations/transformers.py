@@ -18,8 +18,8 @@ from typing import Any
 
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.core.plan import Plan
-from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.loader import LakeLoader
+from lakeckpt.data.dataset.dataset import LakeDataset
+from lakeckpt.data.loader.loader import LakeLoader
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.errors import ConfigError
 from lakeckpt.integrations.accelerate import check_whole

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
-from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.dataset.dataset import LakeDataset
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing.attempts import Attempt, Topology, TopologyLike, count, script
 from lakeckpt.testing.job import Job, MakeLoader, SavedStates, Step

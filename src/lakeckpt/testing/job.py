@@ -18,8 +18,8 @@ from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import State
-from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.loader import LakeLoader
+from lakeckpt.data.dataset.dataset import LakeDataset
+from lakeckpt.data.loader.loader import LakeLoader
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.errors import ConfigError
 from lakeckpt.testing.attempts import Topology

@@ -18,7 +18,7 @@ import numpy as np
 from lakeckpt.core.order import EpochLayout, Window
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.dataset.dataset import LakeDataset
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.packed.documents import Documents
 from lakeckpt.reading.packed.runs import DocumentRuns, part_of, runs_of

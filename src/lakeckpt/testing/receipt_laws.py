@@ -22,7 +22,7 @@ from lakeckpt.core.order import EpochLayout
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import State
-from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.dataset.dataset import LakeDataset
 from lakeckpt.testing.observed import Violation
 
 __all__ = ["TrueRows", "check_receipts", "dealt", "most_dropped", "planned_drop"]

@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 import torch
 from pyarrow.fs import LocalFileSystem
 
-from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.source import row_of
+from lakeckpt.data.base.source import row_of
+from lakeckpt.data.dataset.dataset import LakeDataset
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.table import Table

@@ -39,7 +39,7 @@ def _leaves(state: Mapping[str, object], above: str = "") -> Iterator[tuple[str,
 
 
 def _shown(text: str, value: object) -> str:
-    """Return a text that differs where values differ: a long one is named by both its ends and its digest."""
+    """Return a text that differs if values differ: a long one is named by both its ends and its digest."""
     if len(text) <= _MOST_CHARACTERS:
         return text
     digest = dumps(value, kind=_KIND, version=_VERSION)[-16:].hex()

@@ -64,7 +64,7 @@ class Obstacle:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the rank takes part in nothing any more."""
+        """True if the rank takes part in nothing any more."""
         return self.kind in (STOPPED, LEFT)
 
     def ends(self, number: float) -> bool:

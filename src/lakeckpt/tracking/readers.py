@@ -41,12 +41,12 @@ class TrackedReader(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Go on from ``state`` at the next iteration. Raises `StateError` without a change where it does not fit."""
+        """Go on from ``state`` at the next iteration. Raises `StateError` without a change if it does not fit."""
         ...
 
     @property
     def last_receipt(self) -> AnyReceipt | None:
-        """The receipt of what was delivered last; None where nothing was since the state was loaded."""
+        """The receipt of what was delivered last; None if nothing was since the state was loaded."""
         ...
 
     def mark(self, at: AnyReceipt | None = None) -> None:
@@ -96,17 +96,17 @@ class VersionedReader(Protocol):
 
     @property
     def versions(self) -> Sequence[Any]:
-        """The versions that something was read of since the mark, and the one at hand: each with ``table`` (with an
+        """The versions that something was read of since the mark, and the current one: each with ``table`` (with an
         ``index``) and ``selection`` (None: it has no filter)."""
         ...
 
     def fit(self, state: Mapping[str, Any], saved: Any, *, look: bool) -> Any:
-        """How to go on from ``state``: ``index`` (of the version to `repin` to first; None: the one at hand does),
+        """How to go on from ``state``: ``index`` (of the version to `repin` to first; None: the current one does),
         ``excluding`` (what that index becomes with the row groups that are excluded now; None: it has the same ones),
         and ``skipped``: the reason for which the rest of its epoch is skipped; empty: it is not skipped.
 
         ``saved`` gives the index that was kept under a digest, or None. With ``look``, the files of the version are
-        compared with the store. Raises a `TableError` where the version is needed and gone.
+        compared with the store. Raises a `TableError` if the version is needed and gone.
         """
         ...
 
@@ -148,7 +148,7 @@ class Delivered(Protocol):
         ...
 
     def check_stepped(self) -> None:
-        """Warn where batches were delivered and no step was taken."""
+        """Warn if batches were delivered and no step was taken."""
         ...
 
 
@@ -162,7 +162,7 @@ class DeliveringReader(Protocol):
         ...
 
     def receipt_of(self, number: int, /) -> AnyReceipt:
-        """The receipt of a recent batch by its `Receipt.number`; raises `StateError` where it is none."""
+        """The receipt of a recent batch by its `Receipt.number`; raises `StateError` if it is none."""
         ...
 
 

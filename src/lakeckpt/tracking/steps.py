@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
 
-__all__ = ["Frontier", "Run", "StepRecord", "StepRecorder", "frontier_after"]
+__all__ = ["Frontier", "StepRecord", "StepRecorder", "StepRun", "frontier_after"]
 
 
 _JUMP = -1
@@ -35,12 +35,12 @@ def frontier_after(receipt: AnyReceipt) -> Frontier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class StepRun:
     """Optimizer steps ``first`` … ``first + count - 1``: after the i-th of them, the frontier is ``start`` moved on by
     i times ``stride`` loader steps.
 
-    A *jump* is a run of one step with a stride of -1: which rows this step and those before it used is not known, back
-    to the run before. Other processes did these steps.
+    A *jump* is a run of one step with a stride of -1. It stands for all steps after the run before it, up to this one,
+    which other processes did. The rows of these steps are known only together.
     """
 
     first: int
@@ -59,16 +59,16 @@ class Run:
 
     @property
     def is_jump(self) -> bool:
-        """True where other processes did the step, and those before it."""
+        """True if other processes did the step, and those before it."""
         return self.count == 1 and self.stride == _JUMP
 
-    def part(self, first: int, last: int) -> Run | None:
+    def part(self, first: int, last: int) -> StepRun | None:
         """Return the part of the run from optimizer step ``first`` to ``last``; None if there is none."""
         first, last = max(first, self.first), min(last, self.last)
         if first > last:
             return None
         stride = self.stride if first < last or self.is_jump else 0
-        return Run(first=first, count=last - first + 1, start=self.at(first - self.first), stride=stride)
+        return StepRun(first=first, count=last - first + 1, start=self.at(first - self.first), stride=stride)
 
     def at(self, index: int) -> Frontier:
         """Return the frontier after the ``index``-th step of the run, from 0."""
@@ -80,7 +80,7 @@ class Run:
 class StepRecord:
     """The frontiers after each optimizer step since the parent checkpoint; runs are in order of steps."""
 
-    runs: tuple[Run, ...] = ()
+    runs: tuple[StepRun, ...] = ()
 
     def __post_init__(self) -> None:
         for before, after in zip(self.runs, self.runs[1:], strict=False):
@@ -93,7 +93,7 @@ class StepRecord:
         return not next((run.is_jump for run in self.runs if run.last >= step), False)
 
     def frontier(self, step: int) -> Frontier | None:
-        """The frontier after optimizer step ``step`` (counted from 1), or None where this record does not hold it."""
+        """The frontier after optimizer step ``step`` (counted from 1), or None if this record does not hold it."""
         for run in self.runs:
             if run.first <= step < run.first + run.count:
                 return run.at(step - run.first)
@@ -105,13 +105,13 @@ class StepRecord:
 
     @classmethod
     def from_plain(cls, plain: Sequence[Sequence[int]]) -> StepRecord:
-        """The record that `to_plain` made ``plain`` of; ValueError where it is none."""
+        """The record that `to_plain` made ``plain`` of; ValueError if it is none."""
         runs = []
         for entry in plain:
             if len(entry) != 5 or not all(type(number) is int for number in entry):
                 raise ValueError(f"a run of steps is five integers, got {entry!r}")
             first, count, epoch, step, stride = entry
-            runs.append(Run(first=first, count=count, start=Frontier(epoch, step), stride=stride))
+            runs.append(StepRun(first=first, count=count, start=Frontier(epoch, step), stride=stride))
         return cls(runs=tuple(runs))
 
 
@@ -121,7 +121,7 @@ class StepRecorder:
     __slots__ = ("_runs",)
 
     def __init__(self) -> None:
-        self._runs: list[Run] = []
+        self._runs: list[StepRun] = []
 
     def note(self, step: int, frontier: Frontier) -> None:
         """Note that after optimizer step ``step`` the reader was consumed up to ``frontier``. Constant time."""
@@ -130,13 +130,13 @@ class StepRecorder:
             moved = frontier.step - last.start.step
             stride = moved if last.count == 1 else last.stride
             if moved == last.count * stride:
-                self._runs[-1] = Run(first=last.first, count=last.count + 1, start=last.start, stride=stride)
+                self._runs[-1] = StepRun(first=last.first, count=last.count + 1, start=last.start, stride=stride)
                 return
-        self._runs.append(Run(first=step, count=1, start=frontier, stride=0))
+        self._runs.append(StepRun(first=step, count=1, start=frontier, stride=0))
 
     def jump(self, step: int, frontier: Frontier) -> None:
         """Note that other processes did the steps up to ``step``, after which the reader is at ``frontier``."""
-        self._runs.append(Run(first=step, count=1, start=frontier, stride=_JUMP))
+        self._runs.append(StepRun(first=step, count=1, start=frontier, stride=_JUMP))
 
     def forget(self, up_to: int) -> None:
         """Forget the steps up to and including ``up_to``: a commit has recorded them."""

@@ -65,7 +65,7 @@ class Together:
 
 
 def verdict(error: Exception, *, of_memory: bool = False) -> str:
-    """Return whether an older checkpoint may do. A cut in memory (``of_memory``) is never needed: where it is not
+    """Return whether an older checkpoint may do. A cut in memory (``of_memory``) is never needed: if it is not
     damaged, it is ``unfit``, and a checkpoint that does not fit either says so for itself."""
     if isinstance(error, (CheckpointDamaged, ArenaDamaged)) or (of_memory and isinstance(error, WireError)):
         return "damaged"

@@ -23,7 +23,7 @@ from lakeckpt.checkpoint.agent import link as link_module
 from lakeckpt.checkpoint.agent import orders as orders_module
 from lakeckpt.checkpoint.agent.link import AgentLink
 from lakeckpt.checkpoint.agent.logs import agents_of, log_path
-from lakeckpt.checkpoint.agent.orders import Begin, Documents, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Hello, Order, Outcome, TableDocuments
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.ledger.verify import verify
@@ -44,8 +44,8 @@ class Node:
         self.arenas, self.storage = Path(root) / "arenas", LocalStorage(Path(root) / "run")
         self.arenas.mkdir(mode=0o700, exist_ok=True)
 
-    def begin(self, rank: int = 0, world_size: int = 1, *, attempt: int = 0, linger_s: float = 0.0) -> Begin:
-        return Begin(
+    def begin(self, rank: int = 0, world_size: int = 1, *, attempt: int = 0, linger_s: float = 0.0) -> Hello:
+        return Hello(
             uri=self.storage.name,
             storage_options={},
             attempt=Attempt(run=RUN, number=attempt, last=attempt, parent=None, seed=1),
@@ -290,14 +290,14 @@ def test_another_agent_goes_on_behind_the_commits_that_it_is_told_and_has_the_do
     begins, send = list[tuple[int, int | None, int]](), AgentLink._send
 
     def sending(self: AgentLink, message: Any) -> None:
-        if isinstance(message, Begin):
+        if isinstance(message, Hello):
             begins.append((message.attempt.last, message.attempt.parent, message.attempt.recorded))
         send(self, message)
 
     monkeypatch.setattr(AgentLink, "_send", sending)
     with make_arena(node.arenas) as arena:
         link = node.link()
-        link.keep(Documents(data={"index/one.lkc": b"the index"}))
+        link.keep(TableDocuments(data={"index/one.lkc": b"the index"}))
         for number, step in enumerate((3, 4)):
             fill(arena, step)
             link.order(Order(step=step, number=number))

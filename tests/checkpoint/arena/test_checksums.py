@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lakeckpt.checkpoint.arena import checksums as module
-from lakeckpt.checkpoint.arena.arena import Arena, Held
+from lakeckpt.checkpoint.arena.arena import Arena, HeldGeneration
 from lakeckpt.checkpoint.arena.checksums import look_over
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
@@ -96,7 +96,7 @@ def test_checksums_that_came_late_or_were_torn_are_none(arena: Arena, agent: Are
     """An agent that was stopped writes those of a generation whose memory holds another one by now."""
     capture(arena, 1)
     late = agent.newest()
-    assert isinstance(late, Held)
+    assert isinstance(late, HeldGeneration)
     for step in (2, 3, 4):
         data = capture(arena, step)
     late.put_checksums(b"x" * 64)

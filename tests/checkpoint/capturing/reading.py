@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lakeckpt.checkpoint.arena.arena import Arena
-from lakeckpt.checkpoint.arena.contents import contents_of
+from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.state.snapshot import snapshot
@@ -50,8 +50,15 @@ def held_state(arena: Arena, step: int | None = None) -> State:
         contents = contents_of(held)
         return (
             {item: tree_from_bytes(document)[0] for item, document in contents.documents.trees.items()},
-            {key: bytes(contents.read(key)) for key in contents.specs},
+            {key: bytes(tensor_bytes(contents, key)) for key in contents.specs},
         )
+
+
+def tensor_bytes(contents: Contents, key: str) -> bytearray:
+    """The bytes of a tensor, verified."""
+    made = bytearray(contents.specs[key].size_bytes)
+    contents.fill({key: memoryview(made)})
+    return made
 
 
 def same(one: Any, other: Any) -> bool:

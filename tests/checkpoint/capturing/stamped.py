@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.contents import contents_of
+from tests.checkpoint.capturing.reading import tensor_bytes
 
 __all__ = ["Own", "Stamped", "Stamper", "check_stamps", "local"]
 
@@ -100,7 +101,7 @@ def check_stamps(arena: Arena) -> list[int]:
                 continue  # it was begun again since
             contents = contents_of(held)
             for key in contents.specs:
-                found = np.frombuffer(contents.read(key), np.float32)
+                found = np.frombuffer(tensor_bytes(contents, key), np.float32)
                 stamp = step + (_SHARE * arena.layout.identity.rank if key.startswith("own/") else 0)
                 assert (found == stamp).all(), f"{key} of step {step} holds {np.unique(found).tolist()}"
     return steps

@@ -18,7 +18,7 @@ from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
 from lakeckpt.errors import CaptureWarning
 from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
-from tests.checkpoint.capturing.reading import CUT, IDENTITY, steps_in
+from tests.checkpoint.capturing.reading import CUT, IDENTITY, steps_in, tensor_bytes
 
 
 @pytest.mark.parametrize("why", ["the state grows", "its documents grow", "it was removed"])
@@ -54,5 +54,5 @@ def test_captures_of_a_device_are_whole_after_their_arena_was_made_anew(
             with opened.hold(step=step) as held:
                 assert held is not None
                 assert held.checksums() == leaf_digests(held.data, LEAF_BYTES)
-                weight = contents_of(held).read("model/weight")
+                weight = tensor_bytes(contents_of(held), "model/weight")
                 assert torch.frombuffer(weight, dtype=torch.float32).unique().tolist() == [step]

@@ -16,7 +16,7 @@ from benchmarks.readers.streams.sources import sources
 class Lake:
     """A `lakeckpt.LakeLoader` over one dataset, or over a mixture; all sources are packed, or none."""
 
-    modules = ("torch", "lakeckpt.data.loader")
+    modules = ("torch", "lakeckpt.data.loader.loader")
     pads = False
 
     def __init__(self, case: Case) -> None:

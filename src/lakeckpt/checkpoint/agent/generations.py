@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 
-from lakeckpt.checkpoint.arena.arena import Arena, Held
+from lakeckpt.checkpoint.arena.arena import Arena, HeldGeneration
 from lakeckpt.checkpoint.arena.checksums import look_over
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
@@ -67,7 +67,7 @@ class Generations:
         self._open: Arena | None = None
 
     @contextlib.contextmanager
-    def hold(self, cut: CutId) -> Iterator[Held | None]:
+    def hold(self, cut: CutId) -> Iterator[HeldGeneration | None]:
         """Lock the generation of ``cut`` while the block runs; yield None if there is none."""
         arena = self._arena()
         if arena is None:

@@ -22,12 +22,12 @@ from multiprocessing.connection import Connection
 
 from lakeckpt.checkpoint.agent.logs import log_path, open_log
 from lakeckpt.checkpoint.agent.orders import (
-    Begin,
     Bye,
-    Documents,
+    Hello,
     Message,
     Order,
     Outcome,
+    TableDocuments,
     Unable,
     message_from_bytes,
     message_to_bytes,
@@ -47,7 +47,7 @@ LINGER_S = 900.0
 minutes."""
 _BYE_S = 5.0
 _LOOK_S = 1.0
-"""How often the process itself is looked at: the end of its pipe does not show where a fork has a copy of the pipe."""
+"""How often the process itself is looked at: the end of its pipe does not show if a fork has a copy of the pipe."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -88,7 +88,7 @@ class AgentLink:
     One thread calls all methods. They do nothing in a forked process.
     """
 
-    def __init__(self, begin: Begin, *, python: str = sys.executable) -> None:
+    def __init__(self, begin: Hello, *, python: str = sys.executable) -> None:
         self._begin = begin
         self._python = python
         self._log = log_path(begin.arenas, begin.digest.hex(), begin.rank)
@@ -100,7 +100,7 @@ class AgentLink:
         self._pending: set[tuple[int, int]] = set()
         self._got: list[Outcome] = []
         self._unsent: deque[Message] = deque()
-        self._documents = Documents(data={})
+        self._documents = TableDocuments(data={})
         self._obstacles: list[Obstacle] = []
         self._start()
 
@@ -120,7 +120,7 @@ class AgentLink:
         else:
             self._send(order)
 
-    def keep(self, documents: Documents, /) -> None:
+    def keep(self, documents: TableDocuments, /) -> None:
         """Hand over what has to lie in the run before the next commit; another agent gets it, too."""
         self._documents = documents
         self._send(documents)
@@ -314,7 +314,7 @@ def _is_over(pid: int) -> bool:
 
 
 def _own_pidfd() -> int:
-    """Return a pidfd of this process, or -1 where the system has none."""
+    """Return a pidfd of this process, or -1 if the system has none."""
     try:
         return os.pidfd_open(os.getpid())
     except (AttributeError, OSError):

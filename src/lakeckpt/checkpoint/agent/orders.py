@@ -1,9 +1,9 @@
 """This module defines the messages between a trainer and its agent, and their bytes on a pipe.
 
-The trainer sends `Begin` first, then `Documents`, `Order` and each `Obstacle`, and `Bye` at the end. The agent answers
-each order with an `Outcome`; if it cannot serve the trainer, it sends `Unable` and ends. A message is a document of
-``wire`` that names the release of lakeckpt that wrote it: both ends must be of one release. Nothing is unpickled.
-Imports without torch.
+The trainer sends `Hello` first, then `TableDocuments`, `Order` and each `Obstacle`, and `Bye` at the end. The agent
+answers each order with an `Outcome`; if it cannot serve the trainer, it sends `Unable` and ends. A message is a
+document of ``wire`` that names the release of lakeckpt that wrote it: both ends must be of one release. Nothing is
+unpickled. Imports without torch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lakeckpt.wire.documents import from_plain_of, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = [
-    "Begin",
     "Bye",
-    "Documents",
+    "Hello",
     "Message",
     "Order",
     "Outcome",
+    "TableDocuments",
     "Unable",
     "message_from_bytes",
     "message_to_bytes",
@@ -40,7 +40,7 @@ _KIND, _VERSION = "agent", (1, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
+class Hello:
     """A trainer begins ``attempt``, whose checkpoints are published by ``settings``.
 
     ``digest`` identifies the run on this node, ``arenas`` is the folder of the arenas. ``linger_s``: how much longer
@@ -71,7 +71,7 @@ class Order:
     """Persist the complete generation of ``step``.
 
     ``number``: how many orders the attempt gave before. ``failure``: why this rank has not captured the cut
-    (`lakeckpt.tracking.notes.error_to_text`), for the other ranks; empty where it has captured the cut. ``waits``: this
+    (`lakeckpt.tracking.notes.error_to_text`), for the other ranks; empty if it has captured the cut. ``waits``: this
     rank's, to be recorded.
     """
 
@@ -83,7 +83,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Documents:
+class TableDocuments:
     """The documents of the tables that are read now, by path: written before the next commit if they are not there."""
 
     data: Mapping[str, bytes]
@@ -110,9 +110,9 @@ class Bye:
     well: bool = True
 
 
-Message = Begin | Unable | Documents | Order | Obstacle | Outcome | Bye
+Message = Hello | Unable | TableDocuments | Order | Obstacle | Outcome | Bye
 _TYPES: dict[str, type[Message]] = {
-    one.__name__: one for one in (Begin, Unable, Documents, Order, Obstacle, Outcome, Bye)
+    one.__name__: one for one in (Hello, Unable, TableDocuments, Order, Obstacle, Outcome, Bye)
 }
 
 

@@ -6,7 +6,7 @@ note for each order that it skips; the other ranks take their orders in sequence
 fails is tried again until a newer order waits or the time is over. Training never waits for any of this. While there is
 nothing to persist, the thread takes the checksums of the newest cut.
 
-Where the trainer dies, the save under way is finished, and then the final save is made: the newest cut that all ranks
+If the trainer dies, the save under way is finished, and then the final save is made: the newest cut that all ranks
 have complete is persisted, if it is newer than the newest commit. Nothing is written into a run that somebody has
 removed. Imports without torch, and starts no threads.
 """
@@ -21,9 +21,9 @@ from functools import partial
 
 from lakeckpt.checkpoint.agent.final_save import FINAL, agree_on_final_save, final_folder
 from lakeckpt.checkpoint.agent.generations import Generations
-from lakeckpt.checkpoint.agent.orders import Bye, Documents, Message, Order, Outcome
+from lakeckpt.checkpoint.agent.orders import Bye, Message, Order, Outcome, TableDocuments
 from lakeckpt.checkpoint.agent.retrying import RetryingStorage
-from lakeckpt.checkpoint.arena.arena import Held
+from lakeckpt.checkpoint.arena.arena import HeldGeneration
 from lakeckpt.checkpoint.arena.checksums import checked
 from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.consumed.pending import pending_from_bytes
@@ -109,7 +109,7 @@ class Persister:
                 assert message.number < FINAL, f"an attempt has at most {FINAL} saves: start the job again"
                 self._waiting.append(message)
                 self.ordered = max(self.ordered, message.step)
-            elif isinstance(message, Documents):
+            elif isinstance(message, TableDocuments):
                 self._tables.append(message.data)
             elif isinstance(message, Obstacle):
                 self._obstacles.take(message)
@@ -136,11 +136,11 @@ class Persister:
 
     @property
     def is_final(self) -> bool:
-        """Whether the trainer died, so that the final save is made."""
+        """True if the trainer died, so that the final save is made."""
         return self._bye is not None and not self._bye.well
 
     def _next(self) -> tuple[Order, Sequence[Order]] | None:
-        """Return the order to do next, and the orders that are skipped for it; None where nothing is left to do."""
+        """Return the order to do next, and the orders that are skipped for it; None if nothing is left to do."""
         while not self._has_work(_LOOK_S):
             self._take_checksums()
         with self._changed:
@@ -193,8 +193,8 @@ class Persister:
         self._order = None
         self._report_outcome(order, found, self._waiter.now() - begun_s)
 
-    def _hold(self, order: Order, stack: contextlib.ExitStack) -> Held | Exception | None:
-        """Return the locked generation, None where there is none, or the error for which it cannot be locked."""
+    def _hold(self, order: Order, stack: contextlib.ExitStack) -> HeldGeneration | Exception | None:
+        """Return the locked generation, None if there is none, or the error for which it cannot be locked."""
         try:
             return stack.enter_context(self._generations.hold(self._save_of(order).cut))
         except Exception as error:
@@ -212,7 +212,7 @@ class Persister:
         self._report_outcome(order, error, 0.0)
 
     def _note(self, order: Order, error: Exception) -> None:
-        """Write why this rank dropped a save, where the agents of other ranks may not know it yet. Where the store
+        """Write why this rank dropped a save, if the agents of other ranks may not know it yet. If the store
         takes no note, the trainers report the error to each other, and pass it on to their agents."""
         is_stores = any(isinstance(one, StorageError) for one in (error, error.__cause__))
         is_trainers = bool(order.failure) or self._is_dropped(order)
@@ -223,7 +223,7 @@ class Persister:
         """Leave a note to the agents of other ranks. Return whether they can know of the failure."""
         return self.world_size == 1 or publish_failure(self._storage, save, self.rank, error)
 
-    def _persisted(self, order: Order, held: Held | Exception | None) -> Manifest:
+    def _persisted(self, order: Order, held: HeldGeneration | Exception | None) -> Manifest:
         self._publisher.tip.catch_up()  # an agent before this one may have committed and not reported
         if order.failure:
             raise save_error(order.failure)
@@ -259,7 +259,7 @@ class Persister:
         with self._changed:
             del self._tables[: len(tables) - 1]
 
-    def _staged(self, order: Order, held: Held | Exception | None) -> StagedCut:
+    def _staged(self, order: Order, held: HeldGeneration | Exception | None) -> StagedCut:
         """Return the cut to publish. Raises why there is none."""
         if isinstance(held, Exception):
             raise held
@@ -282,7 +282,7 @@ class Persister:
         return self._obstacles.of_save(order.number) is not None
 
     def _refuse_pointless(self) -> None:
-        """Raise where the trainer has ended and nobody needs a commit. Either the run was removed, and the agent must
+        """Raise if the trainer has ended and nobody needs a commit. Either the run was removed, and the agent must
         not write it again, or another attempt has begun. The agents of other ranks may be dead, and send nothing."""
         if self._bye is None:
             return

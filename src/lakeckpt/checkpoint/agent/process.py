@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.link import IGNORED
-from lakeckpt.checkpoint.agent.orders import Begin, Bye, Message, Unable, message_from_bytes, message_to_bytes
+from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Unable, message_from_bytes, message_to_bytes
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.persist.log import LOG
@@ -54,7 +54,7 @@ def main(trainer: int) -> int:
     name = "an agent"
     try:
         begin = next(messages)
-        if not isinstance(begin, Begin):
+        if not isinstance(begin, Hello):
             return 1  # the trainer died at once
         name = f"rank {begin.rank} of {begin.world_size}, attempt {begin.attempt.number}"
         _log(f"begins: {name}, to {redact_uri(begin.uri)}")

@@ -31,7 +31,7 @@ from lakeckpt.checkpoint.format.digests import DIGEST_BYTES
 from lakeckpt.errors import ArenaDamaged, ArenaError, WireError
 from lakeckpt.recovery.facts import CutId
 
-__all__ = ["Arena", "Held"]
+__all__ = ["Arena", "HeldGeneration"]
 
 _SEQUENCE_BYTES = 8
 _REMOVE = 9  # MADV_REMOVE
@@ -117,7 +117,7 @@ class Arena:
         return found
 
     @contextmanager
-    def hold(self, cut: CutId | None = None, *, step: int | None = None) -> Iterator[Held | None]:
+    def hold(self, cut: CutId | None = None, *, step: int | None = None) -> Iterator[HeldGeneration | None]:
         """Lock the complete generation of ``cut`` while the block runs, so that it is not written; or that of ``step``,
         whatever attempt captured it; or the newest. The last captured generation counts.
 
@@ -130,17 +130,17 @@ class Arena:
                 continue  # it is being begun
             try:
                 if self._record(number) == record:
-                    yield Held(arena=self, number=number, record=record)
+                    yield HeldGeneration(arena=self, number=number, record=record)
                     return
             finally:
                 self._release(number)
         yield None
 
-    def newest(self) -> Held | None:
+    def newest(self) -> HeldGeneration | None:
         """Return the newest complete generation; None if there is none. It is not locked: a capture may begin it anew
-        at any time, and `Held.is_there` is then False."""
+        at any time, and `HeldGeneration.is_there` is then False."""
         number, record = max(self._records(), key=lambda one: _age(one[1]), default=(0, None))
-        return None if record is None else Held(arena=self, number=number, record=record)
+        return None if record is None else HeldGeneration(arena=self, number=number, record=record)
 
     def _hold(self, number: int) -> bool:
         with self._lock:
@@ -287,7 +287,7 @@ class Arena:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Held:
+class HeldGeneration:
     """A complete generation. If it is held, it is not written to meanwhile."""
 
     arena: Arena

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TypeVar
 
-from lakeckpt.checkpoint.arena.arena import Held
+from lakeckpt.checkpoint.arena.arena import HeldGeneration
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, LEAF_BYTES, leaf_digests, leaves_of_all
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.errors import ArenaDamaged, WireError
@@ -107,7 +107,7 @@ class Contents:
     """A generation that is held, with its documents: a `lakeckpt.checkpoint.state.loaded.TensorSource`. Its memory is
     valid for as long as it is held."""
 
-    held: Held
+    held: HeldGeneration
     documents: GenerationDocuments
     checksums: bytes | None = field(repr=False)
     """The digests of the leaves of the data; None if nobody has taken them. Nothing is verified then."""
@@ -197,7 +197,7 @@ class Contents:
                 target[first - start : last - start] = leaf[first - low : last - low]
 
 
-def contents_of(held: Held) -> Contents:
+def contents_of(held: HeldGeneration) -> Contents:
     """Return the contents of a held generation. Tensors are not looked at. Raises `ArenaDamaged` if the documents
     make no sense."""
     data = held.documents()

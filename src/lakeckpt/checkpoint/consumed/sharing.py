@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack
 from lakeckpt.checkpoint.format.digests import short_digest
-from lakeckpt.data.place.deliveries import ConsumptionWarning
+from lakeckpt.data.position.deliveries import ConsumptionWarning
 from lakeckpt.tracking.tally import Tally
 
 __all__ = ["note_sharing", "sharing_facts"]

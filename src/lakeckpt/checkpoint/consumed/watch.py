@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack
-from lakeckpt.data.place.deliveries import (
+from lakeckpt.data.position.deliveries import (
     ConsumptionWarning,
     Deliveries,
     ReadAheadWarning,

@@ -113,7 +113,7 @@ def convert_checkpoint(
     ``model``, ``optimizer``, ``scheduler`` and ``scaler``, and those of another file of ``torch.save`` as in the file.
 
     * ``objects``: name of an object in the run → name of its state in the source, in place of all names.
-    * ``steps_done``: the optimizer steps done, where the source does not say it (torch, safetensors).
+    * ``steps_done``: the optimizer steps done, if the source does not say it (torch, safetensors).
 
     Raises as `read_state` does; `ConfigError` if the target is not empty or there is no such item; `SaveFailed`.
     """

@@ -49,7 +49,7 @@ class Foreign:
     objects: dict[str, Any]
     """name → the state of an object, such as a model's or an optimizer's state dict."""
     steps_done: int | None
-    """Optimizer steps done; None where the checkpoint does not say it."""
+    """Optimizer steps done; None if the checkpoint does not say it."""
 
 
 def read_trainer_folder(storage: Storage) -> Foreign:
@@ -88,7 +88,7 @@ def _numbered(name: str, states: list[Any]) -> dict[str, Any]:
 def write_run(storage: Storage, objects: Mapping[str, Any], steps_done: int) -> None:
     """Save ``objects`` as the first checkpoint of the run in ``storage``, of optimizer step ``steps_done``.
 
-    The random states in it follow from the step alone. Raises `ConfigError` where names or the step are none,
+    The random states in it follow from the step alone. Raises `ConfigError` if names or the step are none,
     `UnsupportedValue` for a state that cannot be written, `SaveFailed`.
     """
     if type(steps_done) is not int or steps_done < 0:

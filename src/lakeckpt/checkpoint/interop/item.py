@@ -17,7 +17,7 @@ __all__ = ["named_leaves", "part_of"]
 def part_of(state: Mapping[Any, Any], item: str) -> dict[Any, Any]:
     """Return the part that ``item`` names: a state of several names.
 
-    Raises `ConfigError` where there is no such part, or several, or where it is a single value.
+    Raises `ConfigError` if there is no such part, or several, or if it is a single value.
     """
     reached = list(_reached(state, item))
     found = [one for rest, one in reached if rest is None]

@@ -86,7 +86,7 @@ class RunState:
     def read(self, tree: Any) -> Any:
         """Return ``tree``, a part of this state, with its tensors in new host memory, verified.
 
-        Raises `CheckpointMismatch` where ranks had different values of something in it, `CheckpointDamaged`.
+        Raises `CheckpointMismatch` if ranks had different values of something in it, `CheckpointDamaged`.
         """
         wanted: defaultdict[int, set[str]] = defaultdict(set)
         for leaf in leaves(tree):
@@ -101,7 +101,7 @@ class RunState:
 def with_checkpoint(storage: Storage, step: Step, use: Callable[[Manifest], _T]) -> _T:
     """Call ``use`` with the newest checkpoint, or the checkpoint of ``step``, and return its result.
 
-    The run may go on and remove the checkpoint meanwhile; then ``use`` is called again with a newer one. Where the
+    The run may go on and remove the checkpoint meanwhile; then ``use`` is called again with a newer one. If the
     newest one is damaged, the next one is used, with a `DamageWarning`. Raises `CheckpointNotFound` and
     `CheckpointDamaged`.
     """

@@ -117,7 +117,7 @@ def write_safetensors(
 ) -> list[str]:
     """Write one file, or several of about ``file_bytes`` and an index, and return the paths.
 
-    Memory for one file is taken beside the tensors. `UnsupportedValue` where safetensors cannot hold a tensor.
+    Memory for one file is taken beside the tensors. `UnsupportedValue` if safetensors cannot hold a tensor.
     """
     batches = batches_of(tensors.items(), lambda one: one[1].nbytes, file_bytes)
     packs = [dict(batch) for batch in batches] or [{}]

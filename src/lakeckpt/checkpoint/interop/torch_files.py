@@ -28,8 +28,8 @@ SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 def read_torch_file(storage: Storage, path: str) -> dict[str, Any]:
     """Return the state in a file of ``torch.save``; a local file is mapped into memory.
 
-    Raises `UnsupportedValue` with torch's text where the file holds what only running code could make, or no dict;
-    `CheckpointDamaged` where torch cannot read it.
+    Raises `UnsupportedValue` with torch's text if the file holds what only running code could make, or no dict;
+    `CheckpointDamaged` if torch cannot read it.
     """
     source: Any = None
     if isinstance(storage, LocalStorage):
@@ -53,8 +53,8 @@ def read_torch_file(storage: Storage, path: str) -> dict[str, Any]:
 def write_torch_file(path: str, state: Mapping[str, Any]) -> None:
     """Write ``state`` into the new local file ``path``, and load it again before it gets its name.
 
-    Raises `UnsupportedValue` where ``torch.load(weights_only=True)`` would refuse the file, `ConfigError` where the
-    file exists or is not called as such files are, `SaveFailed` where the disk fails.
+    Raises `UnsupportedValue` if ``torch.load(weights_only=True)`` would refuse the file, `ConfigError` if the
+    file exists or is not called as such files are, `SaveFailed` if the disk fails.
     """
     if not path.endswith(SUFFIXES):
         raise ConfigError(f"a file of torch.save is called *{', *'.join(SUFFIXES)}: {path!r} could not be read again")

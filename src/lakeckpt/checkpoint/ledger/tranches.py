@@ -1,6 +1,6 @@
 """This module checks that each tranche of a growing table has the rows that the tranche before it left, and new files.
 
-A tranche is recorded as an epoch over a table index of its own (`lakeckpt.data.place.following`). The account of an
+A tranche is recorded as an epoch over a table index of its own (`lakeckpt.data.position.following`). The account of an
 epoch shows that its rows were consumed once, or left. Here the rows that are left are compared with the next index:
 they must be exactly the rows that it has of files of earlier tranches. The other files must be new. If a filter
 drops rows of a row group, rows can only be counted.

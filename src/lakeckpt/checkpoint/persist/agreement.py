@@ -33,7 +33,7 @@ from lakeckpt.errors import TrackingError
 from lakeckpt.tracking.rounds import Rounds
 from lakeckpt.tracking.tally import Tally, name_ranks
 
-__all__ = ["Agreement", "Shares", "agree"]
+__all__ = ["Agreed", "Shares", "agree"]
 
 _UNITS = "the units"
 _DIGEST = "digest of "
@@ -50,7 +50,7 @@ Shares = Mapping[UnitId, tuple[int, Ranks]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
+class Agreed:
     """The result of `agree` on one rank."""
 
     cut: bytes
@@ -88,7 +88,7 @@ def agree(
     units: Sequence[Unit],
     announce: Mapping[str, str],
     states: Mapping[str, Mapping[str, str]] | None = None,
-) -> Agreement:
+) -> Agreed:
     """Settle the ``facts`` and the shares. ``announce`` goes to all ranks, and need not be equal; of one name that
     several ranks announce, the value of the first counts. ``states`` are facts, too: name of a state → facts of its
     fields, of which a digest crosses unless they differ.
@@ -128,7 +128,7 @@ def agree(
     texts = [f"{name}={value}" for name, value in sorted({**facts, **alike}.items())]
     texts += [f"{_BUNDLE}{text} {ranks.pairs()}" for text, ranks in sorted(holders.items())]
     contents = [part for name, content in sorted(held) for part in (name.encode(), content)]
-    return Agreement(
+    return Agreed(
         cut=short_digest(*(text.encode() for text in texts), *contents),
         announced={
             name.removeprefix(_ANNOUNCED): tally.value(name) for name in tally.facts if name.startswith(_ANNOUNCED)

@@ -27,7 +27,7 @@ from lakeckpt.checkpoint.format.parts import RANDOM, SHARING, PartRecord, SaveId
 from lakeckpt.checkpoint.format.register import KeptCheckpoint, Register
 from lakeckpt.checkpoint.format.sharing import tilings_of
 from lakeckpt.checkpoint.format.units import SUMS, sum_of, tensor_unit, tree_unit
-from lakeckpt.checkpoint.persist.agreement import Agreement, agree
+from lakeckpt.checkpoint.persist.agreement import Agreed, agree
 from lakeckpt.checkpoint.persist.attempt import Attempt, Tip
 from lakeckpt.checkpoint.persist.commit import Collected, Expected, Remarks, await_commit, collect_parts, verify_objects
 from lakeckpt.checkpoint.persist.failures import save_failed
@@ -61,7 +61,7 @@ class Settings:
     """How checkpoints are published."""
 
     keep: Keep
-    """Which checkpoints keep their data."""
+    """The rule by which checkpoints keep their data."""
     timeout_s: float
     """How long a rank waits for the part or the commit of another rank."""
 
@@ -97,7 +97,7 @@ class Publisher:
         self._clock = clock
         self._still = still
         self.tip = Tip(storage, attempt)
-        self._lost = ""  # of the log, as the save at hand has found
+        self._lost = ""  # of the log, as the current save has found
         self._retention = Retention(storage, attempt)
         self.remarks = Remarks()  # on the last commit
         self._earlier: tuple[int | None, Earlier] = (None, Earlier())  # a slot, and this rank's part of its commit
@@ -147,7 +147,7 @@ class Publisher:
 
     def _agree(
         self, save: SaveId, taken: StagedCut | Exception, announced: dict[str, str] | Exception, talk: Rounds
-    ) -> tuple[StagedCut, Agreement]:
+    ) -> tuple[StagedCut, Agreed]:
         """Agree with all ranks on who writes what. A failure of one rank is raised on all."""
         facts = {"optimizer step": str(save.step), "attempt": str(save.attempt), "save": str(save.number)}
         failure = announced if isinstance(announced, Exception) else None
@@ -180,7 +180,7 @@ class Publisher:
 
     # --- write
 
-    def _write(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> PartRecord:
+    def _write(self, cut: StagedCut, save: SaveId, agreement: Agreed) -> PartRecord:
         """Write this rank's share and publish its part. The other ranks learn why it could not, if it could not."""
         try:
             return self._written(cut, save, agreement)
@@ -192,7 +192,7 @@ class Publisher:
             self._tell(save, failure)
             raise failure from error
 
-    def _written(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> PartRecord:
+    def _written(self, cut: StagedCut, save: SaveId, agreement: Agreed) -> PartRecord:
         own, staged = ((self._rank, self._rank + 1),), cut.staged
         share = agreement.share(self._rank)
         tensors = [
@@ -238,7 +238,7 @@ class Publisher:
 
     # --- collect
 
-    def _collect(self, cut: StagedCut, save: SaveId, agreement: Agreement) -> tuple[Manifest, Register] | None:
+    def _collect(self, cut: StagedCut, save: SaveId, agreement: Agreed) -> tuple[Manifest, Register] | None:
         """On rank 0, wait for the parts of all ranks, verify them, and return what is to be committed."""
         if self._rank:
             return None
@@ -260,7 +260,7 @@ class Publisher:
             return self._checkpoint(cut, save, agreement, collected)
 
     def _checkpoint(
-        self, cut: StagedCut, save: SaveId, agreement: Agreement, collected: Collected
+        self, cut: StagedCut, save: SaveId, agreement: Agreed, collected: Collected
     ) -> tuple[Manifest, Register]:
         readers = {
             name: joined(
@@ -315,7 +315,7 @@ class Publisher:
 
     # --- commit
 
-    def _commit(self, save: SaveId, agreement: Agreement, found: tuple[Manifest, Register] | None) -> Manifest:
+    def _commit(self, save: SaveId, agreement: Agreed, found: tuple[Manifest, Register] | None) -> Manifest:
         """Put the manifest into the log; on other ranks, wait until rank 0 has done so."""
         try:
             if found is not None:

@@ -23,7 +23,7 @@ _SIGNAL, _CUT = "preempted/signal", "preempted/cut"
 class Agreement:
     """The notes of one rank. One thread calls it.
 
-    All methods that leave a note raise `MissingRanksError` where the store of the job is gone.
+    All methods that leave a note raise `MissingRanksError` if the store of the job is gone.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -31,7 +31,7 @@ class Agreement:
         self._stated: dict[int, int] = {}  # rank → the first cut at which it can stop, on rank 0
 
     def signal(self) -> int | None:
-        """Return the number of the signal that some rank got; None where there was none."""
+        """Return the number of the signal that some rank got; None if there was none."""
         found = self._exchange.peek(_SIGNAL)
         return None if found is None else int(found)
 

@@ -1,14 +1,14 @@
-"""This module saves the cut at hand and ends the process when one of its signals arrives on some rank.
+"""This module saves the current cut and ends the process when one of its signals arrives on some rank.
 
 Two daemon threads begin in `Preemption.start` and are joined in `Preemption.close`. The first waits for signals, and
-ends the process where the training loop does not come to its next cut in time. It asks no other process, so nothing can
+ends the process if the training loop does not come to its next cut in time. It asks no other process, so nothing can
 keep it waiting. The second exists with several ranks: it looks for the signals of other ranks, agrees with them on the
-cut (`lakeckpt.checkpoint.preemption.agreement`), and ends the process where they cannot save.
+cut (`lakeckpt.checkpoint.preemption.agreement`), and ends the process if they cannot save.
 
 The training thread asks at each cut, `Preemption.stops_at`. Without a signal this takes a lock, and no message is sent.
 The thread saves the agreed cut, and leaves by `Preempted`, a SystemExit, so that ``with`` and ``finally`` blocks run.
 
-Where the ranks cannot save together, the process ends at once, as by the signal itself: nothing is saved anew, and an
+If the ranks cannot save together, the process ends at once, as by the signal itself: nothing is saved anew, and an
 agent that outlives it persists the newest cut that all ranks have captured. torchrun sends SIGTERM to the ranks that
 live when a rank has died. The process of a dead rank on this node is found at once, and a rank elsewhere by its node's
 other ranks, or by its silence of a few seconds.
@@ -134,7 +134,7 @@ class Preemption:
     def start(self, step: int, *, has_agent: bool) -> None:
         """Take the signals over, in a history that goes on after ``step``; collective. Raises as `Signals` does.
 
-        ``has_agent``: an agent persists the newest cut where this process ends without a save.
+        ``has_agent``: an agent persists the newest cut if this process ends without a save.
         """
         if not self._numbers:
             return

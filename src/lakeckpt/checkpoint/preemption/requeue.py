@@ -28,7 +28,7 @@ def check_requeue(requeue: object, *, is_used: bool) -> None:
 
 
 def requeue_job() -> str:
-    """Requeue this job of Slurm if it runs. Returns why it is not requeued; empty where Slurm has accepted it.
+    """Requeue this job of Slurm if it runs. Returns why it is not requeued; empty if Slurm has accepted it.
 
     Slurm has a job that is cancelled, or that it requeues itself, in another state than RUNNING when it sends the
     signal. `scontrol requeue` would then start a job again that its user has cancelled.

@@ -23,7 +23,7 @@ from lakeckpt.errors import ConfigError
 __all__ = ["Signals", "check_handlers", "checked_signals"]
 
 _END = 0
-"""What is written to the pipe to end the wait. No signal has this number."""
+"""The byte that is written to the pipe to end the wait. No signal has this number."""
 _installed: Signals | None = None
 _has_hook = False
 
@@ -35,7 +35,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 class Signals:
     """Takes over the signals ``numbers`` of this process until `close`. Made and closed on the main thread.
 
-    Raises `ConfigError` as `check_handlers` does, and where a library has set the wakeup descriptor of the process.
+    Raises `ConfigError` as `check_handlers` does, and if a library has set the wakeup descriptor of the process.
     """
 
     def __init__(self, numbers: Collection[int]) -> None:
@@ -63,7 +63,7 @@ class Signals:
 
     @property
     def is_own(self) -> bool:
-        """Whether this is the process that has taken the signals over, and no fork of it."""
+        """True if this is the process that has taken the signals over, and no fork of it."""
         return os.getpid() == self._process
 
     def wait(self) -> int | None:
@@ -87,7 +87,7 @@ class Signals:
         os.write(self._writes, bytes([_END]))
 
     def close(self) -> None:
-        """Bring back the handlers of before, where nobody has replaced ours. No thread may `wait` any more."""
+        """Bring back the handlers of before, if nobody has replaced ours. No thread may `wait` any more."""
         global _installed
         _check_thread()
         self.restore()

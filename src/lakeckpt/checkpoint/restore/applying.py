@@ -77,7 +77,7 @@ class Applying:
         self._undo: list[Callable[[], None]] = []
         self.all = Together(exchange)
         self.is_mixed = False
-        """Whether modules and optimizers may hold parts of two states."""
+        """True if modules and optimizers may hold parts of two states."""
 
     # --- the steps
 

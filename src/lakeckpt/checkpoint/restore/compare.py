@@ -47,7 +47,7 @@ class Candidate:
     manifest: Manifest | None
     captured: CutId | None = None
     is_checked: bool = True
-    """Whether what is read is compared with checksums: not so for a cut in memory that no agent has hashed."""
+    """True if what is read is compared with checksums: not so for a cut in memory that no agent has hashed."""
     step: int
     readers: Mapping[str, ReaderRecord]
     pending: Mapping[str, tuple[PendingRecord, ...]] = field(default_factory=dict)

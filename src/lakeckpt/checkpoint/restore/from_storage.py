@@ -6,7 +6,7 @@ and verified as they come. What no rank needs is not read (``lakeckpt verify`` r
 object.
 
 On the same number of ranks, each rank first reads its own part and the parts that hold the rest of its state
-(`load_own`); these are few, even where a thousand ranks share all tensors. A rank reads the parts of all ranks only if
+(`load_own`); these are few, even if a thousand ranks share all tensors. A rank reads the parts of all ranks only if
 it needs bytes of a tensor that it did not hold itself.
 
 After a change of the world size, rank r takes the state of the old rank r, and a new rank takes the state of the old
@@ -134,7 +134,7 @@ def load(
     storage: Storage, manifest: Manifest, *, rank: int, world_size: int, items: Collection[str] | None = None
 ) -> Loaded:
     """Return the state that ``rank`` of ``world_size`` takes from a checkpoint, by the fewest requests: `load_own`
-    where that is possible, else `load_from` the records of all parts.
+    if that is possible, else `load_from` the records of all parts.
 
     With ``items``, only these items are loaded, and nothing of other items is verified.
 

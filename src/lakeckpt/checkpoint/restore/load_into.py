@@ -55,7 +55,7 @@ def is_large(one: object) -> bool:
 def _live_tensors(one: Any) -> tuple[Any, dict[int, torch.Tensor]]:
     """Return the state of an object, and by ``id`` the large tensors in it that are the memory of the live object.
 
-    Two state dicts, both held, have a tensor at one address only where both refer to memory that lives on.
+    Two state dicts, both held, have a tensor at one address only if both refer to memory that lives on.
     """
     if isinstance(one, TrackedReader):
         return None, {}

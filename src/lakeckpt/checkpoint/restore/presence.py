@@ -97,7 +97,7 @@ class Presence:
         )
 
     def meet(self) -> None:
-        """Learn the launchers of all nodes, where the job is exclusive. Collective."""
+        """Learn the launchers of all nodes, if the job is exclusive. Collective."""
         if self._exclusive:
             every = self._exchange.everyone({_LAUNCHERS: "\n".join(self._launchers)}).facts[_LAUNCHERS]
             self._of_all = tuple(sorted({one for text in every for one in text.split("\n") if one}))

@@ -79,7 +79,7 @@ class RestoreReport:
     captured: int | None = None
     """The optimizer step of the cut in this job's memory that was restored; None if the checkpoint was restored."""
     checked: bool = True
-    """Whether all that was read was compared with checksums. False: not checked. The process of some rank had died
+    """True if all that was read was compared with checksums. False: not checked. The process of some rank had died
     before its agent could take the checksums of the cut in memory."""
     attempt: int
     """The attempt that began."""

@@ -1,7 +1,7 @@
 """This module reads the log of a run, and lists which checkpoints may be tried, in the order in which they are.
 
 A checkpoint may be tried if it is of the history, and no commit was allowed to remove its data: the newest commit names
-the slots whose data it kept. So the newest entries of the log are read, and others only where a checkpoint in an older
+the slots whose data it kept. So the newest entries of the log are read, and others only if a checkpoint in an older
 slot is tried. Which steps and metrics the kept checkpoints have stands in the register of the newest one.
 
 A restore, a roll-back and `BesideRun`, which reads a run that goes on, use one `RunLog`. It writes nothing, reports
@@ -50,7 +50,7 @@ class RunLog:
         """Read the log, and report damaged entries.
 
         An attempt begins in the slot that is its number, and says in the next one what it restored. So these two
-        entries of the newest commit's attempt are read, too, where newer commits have left them behind.
+        entries of the newest commit's attempt are read, too, if newer commits have left them behind.
         """
         listed = list_slots(self._storage, taken=self.taken)
         self._reads_all = len(listed) <= self._most
@@ -64,7 +64,7 @@ class RunLog:
             self.report(damage)
 
     def look_further(self) -> bool:
-        """Read more of the log; False where all of it was read."""
+        """Read more of the log; False if all of it was read."""
         if self._reads_all:
             return False
         self._most *= 8

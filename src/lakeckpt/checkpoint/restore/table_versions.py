@@ -2,7 +2,7 @@
 
 The version is the one that the checkpoint's state names, if it is still there: its index is read from the run, and rank
 0 looks at the table's files before anything is changed (sizes and ETags, by one listing). If it is gone, the reader
-refuses, or skips the rest of the epoch, as its user chose. Where no state names a version, rank 0's version counts:
+refuses, or skips the rest of the epoch, as its user chose. If no state names a version, rank 0's version counts:
 other ranks may have opened the table after somebody's commit.
 
 `go_to` alone changes readers. The module imports no torch.
@@ -36,11 +36,11 @@ class Pins:
     """What readers, by name, do before their states are loaded."""
 
     indexes: Mapping[str, TableIndex] = field(default_factory=dict)
-    """The version to go to; readers that are not named stay at the one at hand."""
+    """The version to go to; readers that are not named stay at the current one."""
     states: Mapping[str, State] = field(default_factory=dict)
-    """The state to load in place of the one that was saved, where other row groups are excluded than then."""
+    """The state to load in place of the one that was saved, if other row groups are excluded than then."""
     changes: Mapping[str, Mapping[str, Change]] = field(default_factory=dict)
-    """Reader → what it excludes of each source of a mixture (""; it reads one table), where that is positions."""
+    """Reader → what it excludes of each source of a mixture (""; it reads one table), if that is positions."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Why the rest of the state's epoch is skipped; found on rank 0 alone."""
     grown: Mapping[str, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ def _saved(storage: Storage, live: str, digest: str, selection: str = "") -> Tab
 
 
 def openings_at(records: Mapping[str, ReaderRecord], pins: Pins, step: int) -> dict[str, Opening]:
-    """Return what readers exclude where they go on from their ``records``, at the cut of optimizer step ``step``."""
+    """Return what readers exclude if they go on from their ``records``, at the cut of optimizer step ``step``."""
     return {
         name: opening_of(records[name].state, changes, reason="damaged", step=step)
         for name, changes in pins.changes.items()

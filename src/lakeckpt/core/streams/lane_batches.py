@@ -45,7 +45,7 @@ class LaneBatch:
     touched: int
     """One past the last position of the lane that was looked at for it, and of which an item was taken or none came."""
     is_last: bool
-    """True where the lane has no more items; ``after`` is then its end."""
+    """True if the lane has no more items; ``after`` is then its end."""
 
     @property
     def count(self) -> int:
@@ -61,8 +61,8 @@ class LaneBatch:
 class LaneBatches(Iterator[LaneBatch]):
     """The micro-batches of a lane from the frontier ``begin`` on; ``positions`` are those of the lane from there on.
 
-    There is at least one micro-batch, which is without items where no position has any; only the last one has fewer
-    than ``batch_size`` items. `StateMismatch` where a position has not more items than were consumed of it.
+    There is at least one micro-batch, which is without items if no position has any; only the last one has fewer
+    than ``batch_size`` items. `StateMismatch` if a position has not more items than were consumed of it.
     """
 
     def __init__(self, positions: Iterator[PositionItems], *, begin: Frontier, batch_size: int) -> None:
@@ -70,11 +70,11 @@ class LaneBatches(Iterator[LaneBatch]):
         self._done, self._skip = begin
         self._items: Sequence[Any] = ()
         self._at = 0
-        """The items of the position at hand that are consumed."""
+        """The items of the current position that are consumed."""
         self._opened_at = 0
         """How many of them were consumed before."""
         self._is_open = False
-        """True while there is a position at hand."""
+        """True while there is a current position."""
         self._is_over = False
         self._before = begin
 

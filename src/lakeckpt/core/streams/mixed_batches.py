@@ -129,7 +129,7 @@ AnyReceipt = Receipt | MixedReceipt
 
 
 class Part(NamedTuple):
-    """What a source gives to micro-batches of a mixture."""
+    """The rows that a source gives to micro-batches of a mixture."""
 
     source: int
     """Its number."""
@@ -148,7 +148,7 @@ class MixedBlock:
     turn: int
     """How many micro-batches the lane gave before."""
     whole: bool
-    """Whether each micro-batch is of one source."""
+    """True if each micro-batch is of one source."""
     order: npt.NDArray[np.uint16] = field(repr=False)
     """The source of each row: uint16, shape (micro-batches, rows)."""
     parts: tuple[Part, ...]

@@ -1,6 +1,6 @@
 """This module defines the weights of a mixture, and the share of one source in each micro-batch of a segment.
 
-Which source a row of a lane comes from is a pure function of weights, seed and place
+The source of a row of a lane is a pure function of weights, seed and place
 (`lakeckpt.core.streams.turns.Turns`). The module reads nothing, and starts no threads.
 """
 
@@ -26,7 +26,7 @@ Int64Array = npt.NDArray[np.int64]
 MAX_SOURCES = 1 << 10
 """The most sources of a mixture."""
 _SCALES = tuple(1 << bits for bits in range(16, 32))
-"""What weights may add up to."""
+"""The sums that weights may have."""
 _LEAST = 50
 """The least weight above 0: a smaller one would be off by more than 1 %."""
 
@@ -73,7 +73,7 @@ class Share:
     """The weights of all sources: integers, as `fractions` returns them."""
     seed: int
     whole: bool = False
-    """Whether a micro-batch is of one source. False: sources alternate row by row."""
+    """True if a micro-batch is of one source. False: sources alternate row by row."""
     carried: tuple[int, ...] = ()
     """For each source, the rows that a lane had too many when the segment began, in parts of
     `lakeckpt.core.streams.turns.CARRIED`; empty: none."""
@@ -110,7 +110,7 @@ class Share:
 
     def excess(self, turns: Int64Array, batch_size: int) -> int:
         """Return how many rows of the source all lanes together had too many after ``turns`` (int64, shape (lanes,))
-        micro-batches each, in parts of `CARRIED`; counted in micro-batches where they are ``whole``."""
+        micro-batches each, in parts of `CARRIED`; counted in micro-batches if they are ``whole``."""
         unit = 1 if self.whole else batch_size
         counts = int(self.before(np.arange(len(turns)), turns, unit).sum())
         carried = self.carried[self.source] * len(turns) if self.carried else 0

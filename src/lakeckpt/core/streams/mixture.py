@@ -5,7 +5,7 @@ Micro-batch m of a mixture comes from one lane, as any other, and lane l of the 
 each micro-batch has a share. So the ledger derives from one record what each source consumed. Of a source that has a
 maker, the plan says how many rows a micro-batch has; which positions these take, only reading tells.
 
-Weights change where a segment begins: by `reweighed`, at the steps of a schedule, or where a source is used up. The
+Weights change when a segment begins: by `reweighed`, at the steps of a schedule, or when a source is used up. The
 last two are pure functions of the state, so that every rank and every worker finds the same step (`stretches`).
 
 The module reads nothing, and starts no threads.
@@ -105,7 +105,7 @@ class MixedPlan:
 
     @property
     def is_last(self) -> bool:
-        """Whether the mixture ends where the segment does."""
+        """True if the mixture ends where the segment does."""
         return self.change is not None and self.change[1] is None
 
     def _used_up(self) -> tuple[int, tuple[int, ...] | None] | None:

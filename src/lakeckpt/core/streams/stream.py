@@ -46,7 +46,7 @@ class _Unit:
 
 
 class _Stretch(NamedTuple):
-    """What a lane has of a unit."""
+    """The part of a unit that a lane has."""
 
     number: int
     """The number of the unit."""
@@ -55,7 +55,7 @@ class _Stretch(NamedTuple):
     high: int
     """The rows of the lane that are of the unit, counted over all units."""
     shift: int | None
-    """What a row's number is less than its position; None where the positions are of several intervals."""
+    """The difference of a row's position and its number; None if the positions are of several intervals."""
 
 
 def _stretch_of(unit: _Unit, index: int, lane: int) -> _Stretch:
@@ -153,7 +153,7 @@ class StreamDeal:
         return {}
 
     def _known_unit_of(self, lane: int, offset: int) -> int:
-        """Return `_unit_of`, which costs more where the lane has left the unit that it was in."""
+        """Return `_unit_of`, which costs more if the lane has left the unit that it was in."""
         recent = self._recent.get(lane)
         if recent is None or not recent.low <= offset < recent.high:
             index = self._unit_of(lane, offset)

@@ -60,7 +60,7 @@ class _Node:
     offsets: int
     """How many offsets there are from the lowest one on."""
     shift: int
-    """What is added to the offset for what the children had too many when the segment began."""
+    """The amount that is added to the offset for what the children had too many when the segment began."""
     phase: int
     """Where lane 0 stands among the offsets, in parts of `_PHASES`."""
 

@@ -2,8 +2,6 @@
 
 ::
 
-    dataset → [arguments]: the source and the place that fit it; it refuses what does not
-                    |
        rows of a lane → [source] → transform of the user by [calls]: rows
                             |      or [tokens]: sequences of tokens of texts
                             |      or [whole]: sequences of whole documents

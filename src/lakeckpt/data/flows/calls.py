@@ -7,7 +7,6 @@ guesses. The module keeps nothing between calls, and starts no threads.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,30 +14,18 @@ import numpy as np
 import torch
 
 from lakeckpt.core.receipts import Receipt, Span
-from lakeckpt.data.transform import TransformContext
+from lakeckpt.data.base.transform import TransformContext
 from lakeckpt.errors import ConfigError
 
-__all__ = ["collate", "empty_of", "maker_of", "rows_of_row"]
+__all__ = ["collate", "empty_of", "rows_of_row"]
 
 _NUMBERS = (bool, int, float)
-
-
-def maker_of(transform: Callable[..., Any]) -> str:
-    """Return the name of a transform, which is a part of every state: module (if it has one) and qualified name.
-
-    >>> maker_of(functools.partial(empty_of, {}))
-    'lakeckpt.data.flows.calls.empty_of'
-    """
-    while isinstance(transform, functools.partial):
-        transform = transform.func
-    named = transform if hasattr(transform, "__qualname__") else type(transform)
-    return ".".join(part for part in (named.__module__, named.__qualname__) if part)
 
 
 def rows_of_row(transform: Callable[[Any, Any], Any], row: dict[str, Any], span: Span, *, seed: int) -> list[Any]:
     """Return what ``transform`` yields of ``row``, which stands at the one position of ``span``.
 
-    What it raises is raised with a note that names the position; `ConfigError` where it returns no rows, but a row.
+    Its errors are raised with a note that names the position; `ConfigError` if it returns no rows, but a row.
     """
     where = f"in the transform of the row at position {span.start} of epoch {span.epoch}"
     try:

@@ -6,9 +6,9 @@ come in chunks of up to eight. A rank states a chunk's borders before it takes t
 for which it reads so far ahead. A rank without rows waits for the statements of the others. Rank 0, whose process may
 hold the store, does not leave the epoch before the others have seen its end.
 
-A rank that has stated a border never waits for a rank that has not come there, so nobody waits in a circle. What a rank
-states follows from the state that all ranks began with, whose digest names the keys: a statement of another iteration
-from the same state, or of a process of an earlier attempt, is as true. So such iterations share the statements, and
+A rank that has stated a border never waits for a rank that has not come there, so there is no deadlock. The statements
+of a rank follow from the state that all ranks began with, whose digest names the keys. So a key that another iteration
+from the same state, or an earlier attempt, has left holds the same value. So such iterations share the statements, and
 only the ends that a process has seen are numbered. There is no collective, and a step that no rank waits at costs an
 eighth of one write. The module starts no threads.
 """
@@ -55,7 +55,7 @@ class Ends:
     """The end of an epoch of a job of one rank, which asks nobody, or of an endless stream."""
 
     asks = False
-    """Whether borders must be stated before ranks come to them."""
+    """True if borders must be stated before ranks come to them."""
 
     def lookahead(self, border: int) -> int:
         """Return the border up to which a rank must know whether it has rows, to state ``border``."""
@@ -67,7 +67,7 @@ class Ends:
     def is_over(self, border: int) -> bool:
         """Return whether no other rank has rows from step ``border`` on. It waits for ranks that are behind.
 
-        Raises `MissingRanksError` where a rank does not come there within 30 minutes.
+        Raises `MissingRanksError` if a rank does not come there within 30 minutes.
         """
         return True
 
@@ -158,7 +158,7 @@ def _key(rank: int, last: int) -> str:
 def ends_of(state: State, rank: int) -> Ends:
     """Return how ``rank`` learns of the end of the epoch, of which all ranks go on from ``state``, of the whole job.
 
-    Raises `ConfigError` where there are several ranks, and no store in which they could agree.
+    Raises `ConfigError` if there are several ranks, and no store in which they could agree.
     """
     world_size = state.segment.world_size
     if world_size == 1 or state.identity.endless or Plan(state).at_end:

@@ -1,7 +1,7 @@
 """This module gives the training loop of one rank its micro-batches of a flow, one for each step, up to the end.
 
 A rank takes turns among its lanes that have rows. Its rows are over when those of all its lanes are, which is known
-when the last of them is read. Where there are several ranks, it goes on with batches without rows until no rank has any
+when the last of them is read. If there are several ranks, it goes on with batches without rows until no rank has any
 left (`lakeckpt.data.flows.ends`): for that, a few micro-batches are read ahead and held back.
 
 `Feed` counts nothing: a batch is consumed when the loop gets it. Workers read their lanes in turn, too, and may be a
@@ -17,7 +17,7 @@ from typing import Any
 from lakeckpt.core.plan import Assignment, Plan
 from lakeckpt.core.receipts import LaneMove, LaneRead, Receipt
 from lakeckpt.core.state import State
-from lakeckpt.data.batch import Batch
+from lakeckpt.data.base.batch import Batch
 from lakeckpt.data.flows.calls import empty_of
 from lakeckpt.data.flows.ends import Ends
 from lakeckpt.data.flows.reading import FlowReading, Found
@@ -32,7 +32,7 @@ _Read = Callable[[Iterator[Assignment], Any], Iterator[tuple[Receipt, Found]]]
 
 class Feed(Iterator[tuple[Receipt, Any]]):
     """Yields (receipt, batch) for each step of ``rank`` from ``state`` on; ``over`` is called with the number of steps
-    of the epoch where it ends.
+    of the epoch when it ends.
 
     Call `in_process` or `of_workers` first: they say where micro-batches come from. Raises what reading raises.
     """

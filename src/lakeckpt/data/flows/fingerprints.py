@@ -19,12 +19,12 @@ import torch
 __all__ = ["encoder_of", "form_of", "rows_digest"]
 
 _ENOUGH = 256
-"""Items of which a digest is made, at least, where the rows have as many."""
+"""Items of which a digest is made, at least, if the rows have as many."""
 
 
 def encoder_of(tokenizer: Any) -> Callable[[str], Any] | None:
     """Return what gives the tokens of a text: ``encode`` of a tokenizer of the ``tokenizers`` library, of Hugging Face
-    and of others that cannot be called themselves; else ``tokenizer`` itself. None where it is neither."""
+    and of others that cannot be called themselves; else ``tokenizer`` itself. None if it is neither."""
     if not callable(tokenizer) or hasattr(tokenizer, "convert_ids_to_tokens"):
         found = getattr(tokenizer, "encode", None)
         return found if callable(found) else None
@@ -33,7 +33,7 @@ def encoder_of(tokenizer: Any) -> Callable[[str], Any] | None:
 
 def form_of(tokenizer: Any) -> str:
     """Return the fingerprint of the serialised form of ``tokenizer`` (or of the tokenizer that it is a method of);
-    empty where it has none."""
+    empty if it has none."""
     owner = getattr(tokenizer, "__self__", tokenizer)
     behind = getattr(owner, "backend_tokenizer", None)
     to_str = getattr(owner if behind is None else behind, "to_str", None)

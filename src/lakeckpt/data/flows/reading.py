@@ -1,6 +1,6 @@
 """This module reads micro-batches of the lanes of a flow, in one process, for one iteration.
 
-What the transform yielded beyond a micro-batch waits for the next one of its lane: at most what one row yields. The
+Items that the transform yielded beyond a micro-batch wait for the next one of their lane: at most those of one row. The
 threads are those of `lakeckpt.data.flows.source.LaneRows`; `FlowReading.close` ends them, and so does its deletion.
 """
 
@@ -21,7 +21,7 @@ from lakeckpt.errors import StateUnavailable
 __all__ = ["FlowReading", "Found"]
 
 Found = tuple[LaneRead, dict[str, Any] | None]
-"""A micro-batch of a lane: what was read for it, and its columns; None where it has no rows."""
+"""A micro-batch of a lane: what was read for it, and its columns; None if it has no rows."""
 
 
 class FlowReading(Iterator[tuple[Receipt, Found]]):
@@ -33,7 +33,7 @@ class FlowReading(Iterator[tuple[Receipt, Found]]):
     """
 
     is_ready = True
-    """Whether the next micro-batch comes without a wait is not known before the transform is called."""
+    """Always True: only calling the transform would tell if the next micro-batch comes without a wait."""
 
     def __init__(
         self, source: FlowSource, state: State, rank: int, *, owns: Callable[[int], bool] = lambda lane: True
@@ -60,7 +60,7 @@ class FlowReading(Iterator[tuple[Receipt, Found]]):
         raise StopIteration
 
     def take(self, lane: int) -> Found:
-        """Return the next micro-batch of ``lane``. StateUnavailable where this was closed."""
+        """Return the next micro-batch of ``lane``. StateUnavailable if this was closed."""
         if lane not in self._open:
             raise StateUnavailable(
                 f"the iterator over epoch {self._plan.state.epoch} was closed: go on with a new iterator, iter(loader)"

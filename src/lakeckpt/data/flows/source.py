@@ -1,8 +1,8 @@
 """This module reads the rows of a flow's lanes, and calls the transform for each.
 
-`FlowSource` reads rows as `lakeckpt.data.source.BatchSource` does. `LaneRows` has the rows of the lanes of one process,
-for one iteration: windows of each lane are decoded ahead in threads while the transform works. The threads are those of
-the reader; `LaneRows.close` ends them.
+`FlowSource` reads rows as `lakeckpt.data.base.source.BatchSource` does. `LaneRows` has the rows of the lanes of one
+process, for one iteration: windows of each lane are decoded ahead in threads while the transform works. The threads are
+those of the reader; `LaneRows.close` ends them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import Span
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.lane_batches import LaneBatch, PositionItems
-from lakeckpt.data.flows.calls import collate, empty_of, maker_of, rows_of_row
+from lakeckpt.data.base.source import BatchSource, delivered, row_of
+from lakeckpt.data.base.transform import maker_of
+from lakeckpt.data.flows.calls import collate, empty_of, rows_of_row
 from lakeckpt.data.flows.fingerprints import rows_digest
-from lakeckpt.data.source import BatchSource, delivered, row_of
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.windows.positions import PositionReader
 
@@ -45,7 +46,7 @@ class FlowSource(BatchSource):
     def maker(self) -> Maker:
         """The transform, without the fingerprint that rows give it."""
         assert self._transform is not None
-        return Maker(name=maker_of(getattr(self._transform, "transform", self._transform)))
+        return Maker(name=maker_of(self._transform))
 
     def describe(self, identity: Identity) -> Maker:
         """Return the maker, with a fingerprint: of what has no serialised form, a few rows give it."""
@@ -54,7 +55,7 @@ class FlowSource(BatchSource):
 
     def fingerprint(self, identity: Identity) -> str:
         """Return the digest of what up to 16 rows of the table give: those that stand first in its smallest row group
-        of as many, which is read for it. Empty where they give something else when called again, or raise: that is
+        of as many, which is read for it. Empty if they give something else when called again, or raise: that is
         raised where the rows are read.
         """
         smallest, source = self._smallest_group(), copy.copy(self)
@@ -98,13 +99,13 @@ class FlowSource(BatchSource):
         return None if found is None else delivered(found)
 
     def columns_of(self, made: LaneBatch) -> dict[str, Any] | None:
-        """Return `stacked` before `lakeckpt.data.source.delivered` is called, so that rows can be taken of it."""
+        """Return `stacked` before `lakeckpt.data.base.source.delivered` is called, so that rows can be taken of it."""
         return collate(made.items, output=self.output) if made.count else None
 
     def empty(self, state: State) -> dict[str, Any]:
         """Return the columns of a batch without rows, by the first row that the transform yields in the epoch.
 
-        Columns are unknown, and there are none, where it yields nothing of the first 4096 rows.
+        Columns are unknown, and there are none, if it yields nothing of the first 4096 rows.
         """
         rows = LaneRows(self, Plan(_start(state.identity, state.epoch)), 1)
         found = next((one.items for one in itertools.islice(rows.positions(0, 0), _TRIED) if len(one.items)), None)
@@ -119,8 +120,8 @@ def _start(identity: Identity, epoch: int = 0) -> State:
 class LaneRows:
     """Rows of the lanes of ``plan``, of which ``lanes`` may be read in all, with what the transform yields of them.
 
-    What iterates `positions` refers to this, and this refers to none of it: so threads and windows are free as soon as
-    nobody reads.
+    The iterator over `positions` refers to this, and this does not refer to it: so threads and windows are free as soon
+    as nobody reads.
     """
 
     def __init__(self, source: FlowSource, plan: Plan, lanes: int, *, reader: PositionReader | None = None) -> None:

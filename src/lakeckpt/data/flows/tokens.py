@@ -21,7 +21,7 @@ from lakeckpt.core.identity import Maker
 from lakeckpt.core.receipts import Span
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.lane_batches import LaneBatch
-from lakeckpt.data.flows.calls import maker_of
+from lakeckpt.data.base.transform import maker_of
 from lakeckpt.data.flows.fingerprints import encoder_of, form_of
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.errors import ConfigError, SchemaError, shown
@@ -40,7 +40,7 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizing:
-    """How texts become tokens, and tokens sequences; picklable where the tokenizer is."""
+    """How texts become tokens, and tokens sequences; picklable if the tokenizer is."""
 
     tokenizer: Any
     column: str
@@ -69,7 +69,7 @@ class Tokenizing:
     def tokens(self, text: str, where: str) -> Int32Array:
         """Return the tokens of a document: int32, shape (n,); none, and none added, for a text that yields none.
 
-        Raises what the tokenizer does, with a note that says where; ConfigError where it returns no tokens.
+        Raises what the tokenizer does, with a note that says where; ConfigError if it returns no tokens.
         """
         try:
             found = encoder_of(self.tokenizer)(text)  # type: ignore[misc]
@@ -86,7 +86,7 @@ class Tokenizing:
 
 
 def check_text(schema: pa.Schema, column: str) -> None:
-    """Raise `SchemaError` where ``column`` is no column of texts."""
+    """Raise `SchemaError` if ``column`` is no column of texts."""
     if column not in schema.names:
         raise SchemaError(f"the table has no column {shown(column)} to pack; it has {', '.join(schema.names[:10])}")
     check_agreed(schema, [column])

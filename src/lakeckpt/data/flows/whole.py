@@ -48,7 +48,7 @@ class WholeSource(FlowSource):
         return found
 
     def columns_of(self, made: LaneBatch) -> dict[str, Any] | None:
-        """Return the sequences of a micro-batch; None where there are none."""
+        """Return the sequences of a micro-batch; None if there are none."""
         names = self._packing.columns
         cuts: Any = [cut(window.columns(names), start, stop, _as_it_is) for window, start, stop in _windows(made)]
         columns: Any = join_rows(cuts) if cuts else None

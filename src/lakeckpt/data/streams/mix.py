@@ -1,6 +1,6 @@
 """This module defines `lakeckpt.mix`: a weighted mixture of datasets, each of which is read exactly.
 
-A mixture has one place (`lakeckpt.data.place.progress`), and reads its sources by
+A mixture has one place (`lakeckpt.data.position.progress`), and reads its sources by
 `lakeckpt.data.streams.mixed_source`. The module reads nothing itself and starts no threads.
 """
 
@@ -14,20 +14,19 @@ from torch.utils.data import get_worker_info
 
 from lakeckpt.core.identity import Mixing
 from lakeckpt.core.streams.mixing import MAX_SOURCES
-from lakeckpt.data.base_dataset import BaseDataset
-from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.flows.source import FlowSource
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.options import integer, one_of, optional
+from lakeckpt.data.base.source import BatchSource
+from lakeckpt.data.base.transform import CarriedRows
+from lakeckpt.data.dataset.base_dataset import BaseDataset
+from lakeckpt.data.dataset.dataset import LakeDataset
 from lakeckpt.data.flows.tokens import Tokenizing
-from lakeckpt.data.options import one_of, optional, whole
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.orders import Orders, checked_weights
-from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.place.reader import TableReader
-from lakeckpt.data.place.versions import Versions
-from lakeckpt.data.source import BatchSource
+from lakeckpt.data.position.orders import Orders, checked_weights
+from lakeckpt.data.position.progress import Progress
+from lakeckpt.data.position.reader import TableReader
+from lakeckpt.data.position.versions import Versions
 from lakeckpt.data.streams.mixed_flows import Completed
 from lakeckpt.data.streams.mixed_source import MixedSource
-from lakeckpt.data.transform import CarriedRows
 from lakeckpt.errors import ConfigError, SchemaError
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.table.table import Table
@@ -69,7 +68,7 @@ def mix(
             of all must have the same names and types. A transform gets the rows of its source in a micro-batch, and
             must return a dict.
         seed: any integer of 64 bits. Sources keep their own seeds for the order of their rows.
-        batch_size: rows per micro-batch; None: that of the sources, where it is the same.
+        batch_size: rows per micro-batch; None: that of the sources, if it is the same.
         num_lanes: as in `ReadOptions`, for all sources.
         granularity: ``"row"`` mixes rows inside of each micro-batch; ``"batch"`` mixes whole micro-batches.
         exhausted: what happens when one source is through its first epoch, or too little of it is left for a step.
@@ -97,7 +96,7 @@ def mix(
     mixing = Mixing(
         names=names,
         weights=checked_weights({name: weight for name, (_, weight) in sources.items()}, names),
-        seed=whole("seed", seed),
+        seed=integer("seed", seed),
         whole=granularity == "batch",
         exhausted=exhausted,
         schedule=_checked_schedule(schedule, names),
@@ -118,7 +117,7 @@ def mix(
 
 
 class MixedDataset(BaseDataset):
-    """What `mix` returns: a dataset for a `LakeLoader`, or for a loop in this process."""
+    """The result of `mix`: a dataset for a `LakeLoader`, or for a loop in this process."""
 
     def __init__(
         self,
@@ -138,10 +137,10 @@ class MixedDataset(BaseDataset):
         accepted = [one.options.accept_changes for one in every]
         sources = [_source_of(one, where) for one, where in zip(every, pinned, strict=True)]
         self.yields_many = any(one.yields_many for one in every)
-        describes = [one.describe if isinstance(one, FlowSource) else None for one in sources]
+        describes = [one.describe for one in sources]
         orders = Orders(pinned, accepted=accepted, describes=describes, mixing=mixing)
         self._progress = Progress(orders, batch_size=batch_size, num_lanes=num_lanes)
-        self.sources = {
+        self.sources = self._tables = {
             name: TableReader(Versions(where, source, self._progress, one.options, number=number), name)
             for number, ((name, one), where, source) in enumerate(zip(datasets.items(), pinned, sources, strict=True))
         }
@@ -159,11 +158,6 @@ class MixedDataset(BaseDataset):
         """The table of one source: one that lies in an object store, if any does."""
         tables = [one.table for one in self.sources.values()]
         return next((one for one in tables if not isinstance(one.storage, LocalStorage)), tables[0])
-
-    @property
-    def _version(self) -> str:
-        every = self.sources.values()
-        return " ".join(digest for one in every for digest in (one.table.index.digest, *one.source.earlier))
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
@@ -244,7 +238,7 @@ def _common_size(datasets: Mapping[str, LakeDataset]) -> int:
 def _checked_schedule(
     schedule: Sequence[tuple[int, Weights]], names: tuple[str, ...]
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    found = tuple((whole("a step of schedule", step), checked_weights(weights, names)) for step, weights in schedule)
+    found = tuple((integer("a step of schedule", step), checked_weights(weights, names)) for step, weights in schedule)
     steps = [step for step, _ in found]
     if steps != sorted(set(steps)) or (steps and steps[0] < 1) or len(steps) > _MOST_PIECES:
         raise ConfigError(f"schedule has at most {_MOST_PIECES} pieces, at ascending steps from 1 on, got {steps[:20]}")

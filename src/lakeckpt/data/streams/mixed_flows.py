@@ -31,7 +31,7 @@ class FlowLanes:
     """The lanes of one source, read by ``reader`` from the frontiers of ``plan`` on, for one iteration."""
 
     is_ready = True
-    """Whether rows come without a wait is not known before they are made."""
+    """Always True: only making rows would tell if they come without a wait."""
 
     def __init__(self, source: FlowSource, plan: Plan, reader: PositionReader, lanes: int) -> None:
         self._source, self._plan = source, plan

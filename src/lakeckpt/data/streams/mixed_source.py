@@ -1,9 +1,9 @@
 """This module reads the micro-batches of a mixture: the parts that its sources give, row by row in their order.
 
-A `MixedSource` is to `lakeckpt.data.ahead.Ahead` what a `lakeckpt.data.source.BatchSource` is. Each source has a reader
-and windows of its own. The micro-batches of a block, which were planned together, are also read together, and delivered
-as views: a source's rows in them stand together in its own order. So an error of reading may come some micro-batches
-early. The module starts no threads itself.
+`lakeckpt.data.base.ahead` reads by a `MixedSource` as by a `lakeckpt.data.base.source.BatchSource`. Each source has a
+reader and windows of its own. The micro-batches of a block, which were planned together, are also read together, and
+delivered as views: a source's rows in them stand together in its own order. So an error of reading may come some
+micro-batches early. The module starts no threads itself.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.streams.mixed_batches import MixedAssignment, MixedBlock, MixedReceipt, Part
 from lakeckpt.core.streams.mixture import MixedPlan
-from lakeckpt.data.batch import Batch
+from lakeckpt.data.base.batch import Batch
+from lakeckpt.data.base.memory import Budget, budget_of
+from lakeckpt.data.base.source import BatchSource, Iterations, delivered
 from lakeckpt.data.flows.source import FlowSource
-from lakeckpt.data.memory import Budget, budget_of
-from lakeckpt.data.source import BatchSource, Iterations, delivered
 from lakeckpt.data.streams.mixed_flows import FlowLanes, FlowRows
 from lakeckpt.errors import SchemaError
 from lakeckpt.reading.columns.gather import cut, gather, new_array
@@ -57,7 +57,7 @@ class _Opened(NamedTuple):
 
     @property
     def is_ready(self) -> bool:
-        """Whether no window has to be waited for."""
+        """True if no window has to be waited for."""
         return self.read.columns is not None or all(opened.is_ready for _, opened in self.read.parts)
 
 
@@ -238,7 +238,7 @@ class _Readers:
 
     @property
     def windows(self) -> _Readers:
-        """What the readers hold together."""
+        """The windows that the readers hold together."""
         return self
 
     def fill(self) -> None:

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import torch
 
-from lakeckpt.data.dataset import LakeDataset
+from lakeckpt.data.base.options import flag, one_of, positive
+from lakeckpt.data.dataset.dataset import LakeDataset
 from lakeckpt.data.flows.tokens import Tokenizing, check_text
-from lakeckpt.data.options import flag, one_of, positive
 from lakeckpt.errors import ConfigError, shown
 from lakeckpt.reading.packed.packing import COLUMNS, DTYPES, Packing
 
@@ -48,11 +48,11 @@ def pack(
     that a long document does not fill a batch. A document is cut where a sequence ends, where a window ends, and where
     a lane ends. A micro-batch has the ``batch_size`` of ``dataset``, in sequences, and holds
 
-    * ``tokens``: int32, or int64 where the column's type needs it, shape (batch, length);
+    * ``tokens``: int32, or int64 if the column's type needs it, shape (batch, length);
     * ``position_ids``: int32, the place of a token in its document, counted from 0 anew in each sequence;
     * ``document_ids``: int32, the number of a token's document within its sequence, counted from 0;
     * ``loss_mask``: bool, False for padding;
-    * ``labels`` (with ``labels=True``): int64, the next token of the document, also where a sequence
+    * ``labels`` (with ``labels=True``): int64, the next token of the document, also if a sequence
       or a lane cuts it; -100, torch's ``ignore_index``, for padding;
     * ``cu_seqlens`` (if ``columns`` names it): where the documents begin, if the sequences of the batch stand one after
       another, and their end: int32, shape (documents + 1,), as ``flash_attn_varlen_func`` takes it. A sequence begins a

@@ -24,7 +24,7 @@ import pyarrow as pa
 import torch
 
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.data.batch import Batch
+from lakeckpt.data.base.batch import Batch
 from lakeckpt.data.workers.slots import ALIGNMENT
 from lakeckpt.reading.columns.ragged import Ragged, trusted
 

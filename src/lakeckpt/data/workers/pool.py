@@ -16,15 +16,15 @@ import os
 import signal
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lakeckpt.core.plan import Assignment
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.counters import add_stores
 from lakeckpt.data.base.torch_private import ExceptionWrapper, leave_signals, queued, stop_workers, worker_process
-from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.workers.groups import Arrived, Group
 from lakeckpt.data.workers.pickling import unpack
 from lakeckpt.data.workers.reader import Beginning, Limits, Task, WorkerInit, WorkerReader
@@ -32,6 +32,7 @@ from lakeckpt.data.workers.signals import blocked_signals, ignored_signals
 from lakeckpt.data.workers.slots import SlotMemory
 from lakeckpt.data.workers.start_method import GUARD, check_picklable, worker_context
 from lakeckpt.errors import ConfigError, StateUnavailable, WorkerDied, WorkerTimeout
+from lakeckpt.lake.storage.base import Storage
 
 __all__ = ["GROUP_BYTES", "Workers"]
 
@@ -48,7 +49,9 @@ class Workers:
     """Worker processes that read one dataset, for one thread.
 
     Args:
-        dataset: the dataset, at the version that is read.
+        dataset: the dataset, at the version that is read. Only the user's functions see it.
+        source: the source of its batches.
+        storage: the storage of its table, or of one of its tables.
         num_workers: how many processes.
         prefetch_factor: micro-batches that each worker may have ahead of the loop; None: two groups.
         memory_limit_bytes: bounds the groups in flight; None: 16 MiB for each.
@@ -61,8 +64,10 @@ class Workers:
 
     def __init__(
         self,
-        dataset: LakeDataset,
+        dataset: Dataset[Any],
+        source: Any,
         *,
+        storage: Storage,
         num_workers: int,
         prefetch_factor: int | None,
         memory_limit_bytes: int | None,
@@ -70,16 +75,17 @@ class Workers:
         multiprocessing_context: Any,
         **options: Any,
     ) -> None:
-        context = worker_context(multiprocessing_context, dataset.table.storage)
-        check_picklable(context, {"transform": dataset._source.transform, "worker_init_fn": worker_init_fn})
+        context = worker_context(multiprocessing_context, storage)
+        check_picklable(context, {"transform": source.transform, "worker_init_fn": worker_init_fn})
         tasks = min(prefetch_factor or 2, 2)
         limits = _limits(prefetch_factor, memory_limit_bytes, groups=(tasks + 1) * num_workers, tasks=tasks)
         options |= {"prefetch_factor": tasks, "multiprocessing_context": context}
         self.closed = False
         self._iteration = 0
         self._process = os.getpid()
+        reads = partial(WorkerReader, dataset, source)
         self._workers = [
-            _Worker(dataset, WorkerInit(number, num_workers, worker_init_fn, ignored_signals()), limits, options)
+            _Worker(reads, WorkerInit(number, num_workers, worker_init_fn, ignored_signals()), limits, options)
             for number in range(num_workers)
         ]
 
@@ -134,11 +140,11 @@ class Workers:
 class _Worker:
     """One worker process, and what has come from it."""
 
-    def __init__(self, dataset: LakeDataset, init: WorkerInit, limits: Limits, options: dict[str, Any]) -> None:
+    def __init__(self, reads: Callable[..., Any], init: WorkerInit, limits: Limits, options: dict[str, Any]) -> None:
         self._number, self._memory = init.worker, SlotMemory.make()
         self._tasks = _Tasks(self._memory)
         self._loader: DataLoader[Group] | None = DataLoader(
-            WorkerReader(dataset, self._memory, init.worker, init.workers, limits),
+            reads(self._memory, init.worker, init.workers, limits),
             batch_size=None,
             sampler=self._tasks,
             collate_fn=_same,

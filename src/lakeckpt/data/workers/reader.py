@@ -33,9 +33,8 @@ from torch.utils.data import Dataset, get_worker_info
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixture import stretches
 from lakeckpt.counters import take_stores
-from lakeckpt.data.ahead import Ahead
+from lakeckpt.data.base.ahead import Ahead
 from lakeckpt.data.base.torch_private import ExceptionWrapper, set_worker_info
-from lakeckpt.data.dataset import LakeDataset
 from lakeckpt.data.flows.reading import FlowReading
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.workers.groups import Group
@@ -79,10 +78,13 @@ class Task:
 
 
 class WorkerReader(Dataset[Group]):
-    """Returns a `Group` for each `Task`, in worker ``worker`` of ``workers``; it writes to ``memory``."""
+    """Returns a `Group` for each `Task`, in worker ``worker`` of ``workers``: ``source`` reads, and ``memory`` is
+    written to. The user's functions find ``dataset`` in torch's worker info."""
 
-    def __init__(self, dataset: LakeDataset, memory: SlotMemory, worker: int, workers: int, limits: Limits) -> None:
-        self.dataset = dataset
+    def __init__(
+        self, dataset: Dataset[Any], source: Any, memory: SlotMemory, worker: int, workers: int, limits: Limits
+    ) -> None:
+        self.dataset, self._source = dataset, source
         self._memory, self._worker, self._workers, self._limits = memory, worker, workers, limits
         self._slots = Slots(memory, spare_bytes=limits.spare_bytes)
         self._ahead: Ahead | FlowReading | None = None
@@ -103,7 +105,7 @@ class WorkerReader(Dataset[Group]):
         return group
 
     def _begun(self, beginning: Beginning) -> Ahead | FlowReading:
-        source, worker, workers = self.dataset._source, self._worker, self._workers
+        source, worker, workers = self._source, self._worker, self._workers
         state, rank, ranks = beginning.state, beginning.rank, beginning.state.segment.world_size
         if isinstance(source, FlowSource):
             return FlowReading(source, state, rank, owns=lambda lane: lane // ranks % workers == worker)

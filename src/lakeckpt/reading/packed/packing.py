@@ -18,9 +18,9 @@ from lakeckpt.errors import SchemaError, shown
 __all__ = ["COLUMNS", "DTYPES", "Packing"]
 
 COLUMNS = ("tokens", "position_ids", "document_ids", "loss_mask", "labels", "cu_seqlens")
-"""What a packed batch may hold; the first four, if nothing else is asked for."""
+"""The columns that a packed batch may hold; the first four, if nothing else is asked for."""
 DTYPES = ("uint16", "uint32", "int32", "int64")
-"""What the bytes of a token may be: little-endian integers."""
+"""The types that the bytes of a token may have: little-endian integers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Packing:
     padding: int = 0
     """The token that fills up the last sequence of an epoch."""
     dtype: str | None = None
-    """What the bytes of a token are, one of `DTYPES`, where ``column`` is of bytes. None: it is of lists."""
+    """The type of a token's bytes, one of `DTYPES`, if ``column`` is of bytes. None: it is of lists."""
     columns: tuple[str, ...] = COLUMNS[:4]
     """The columns of a batch, some of `COLUMNS`."""
     masks_ends: bool = True
@@ -62,7 +62,7 @@ class Packing:
 
     @property
     def labels(self) -> bool:
-        """Whether a batch has labels."""
+        """True if a batch has labels."""
         return "labels" in self.columns
 
     @property
@@ -76,7 +76,7 @@ class Packing:
         return blake2b(text.encode(), digest_size=16, person=b"lakeckpt-pack1").hexdigest()
 
     def check(self, schema: pa.Schema) -> None:
-        """Raise `SchemaError` where the column does not hold tokens."""
+        """Raise `SchemaError` if the column does not hold tokens."""
         if self.column not in schema.names:
             names = ", ".join(schema.names[:10])
             raise SchemaError(f"the table has no column {shown(self.column)} to pack; it has {names}")

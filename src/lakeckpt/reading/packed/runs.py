@@ -1,6 +1,6 @@
 """This module cuts the documents of a window into the runs of its sequences.
 
-A document that a sequence cuts becomes several *runs*, each of which is copied once to where it belongs. Where the
+A document that a sequence cuts becomes several *runs*, each of which is copied once to where it belongs. If the
 window is shuffled, the documents are put in the order of a keyed hash, and the sequences that they are cut into in the
 order of another one: otherwise a long document would fill a batch.
 
@@ -21,14 +21,14 @@ from lakeckpt.core.order import Fragment, Window
 from lakeckpt.reading.packed.documents import Documents
 from lakeckpt.reading.packed.sequences import NO_LABEL
 
-__all__ = ["DocumentRuns", "Part", "Runs", "cuts_of", "part_of", "runs_of"]
+__all__ = ["DocumentRuns", "FragmentDocuments", "TokenRuns", "cuts_of", "part_of", "runs_of"]
 
 Array = npt.NDArray[Any]
 Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class FragmentDocuments:
     """The documents of one fragment of a window; int64, shape (documents,) each. The first and the last document may
     go on outside of the fragment."""
 
@@ -39,7 +39,7 @@ class Part:
     bounds: Int64Array
     """Where each document begins among these tokens, and their end: shape (documents + 1,)."""
     origins: Int64Array
-    """Where each document begins if it is not cut: less than 0 where it begins before the fragment."""
+    """Where each document begins if it is not cut: less than 0 if it begins before the fragment."""
     rows: Int64Array
     """The row of each document in the row group."""
     follows: Int64Array | None
@@ -48,14 +48,14 @@ class Part:
     """True if the fragment cuts its last document, which goes on in the next window."""
 
 
-def part_of(whole: Documents, fragment: Fragment, *, labels: bool, masks_ends: bool) -> Part:
+def part_of(whole: Documents, fragment: Fragment, *, labels: bool, masks_ends: bool) -> FragmentDocuments:
     """Return the documents of a fragment, which is of the row group of ``whole``. They are cut at both ends."""
     tokens, ends = whole.tokens, whole.ends
     first = int(np.searchsorted(ends, fragment.start, side="right")) - 1
     last = int(np.searchsorted(ends, fragment.stop, side="left"))
     bounds = np.clip(ends[first : last + 1], fragment.start, fragment.stop)
     is_end = bounds[1:] == ends[first + 1 : last + 1]
-    return Part(
+    return FragmentDocuments(
         group=fragment.group,
         tokens=tokens[fragment.start : fragment.stop],
         bounds=bounds - fragment.start,
@@ -75,7 +75,7 @@ def _follows(tokens: Array, bounds: Int64Array, is_masked: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Runs:
+class TokenRuns:
     """The runs of a window's sequences, in the order in which they are delivered; int64, shape (runs,) each."""
 
     places: Int64Array
@@ -88,23 +88,23 @@ class Runs:
     documents: Int64Array
     """The document of each, over all parts; -1: padding."""
     ends: npt.NDArray[np.bool_]
-    """Whether the run is the end of its document, or padding."""
+    """True if the run is the end of its document, or padding."""
 
     @property
     def padding(self) -> int:
-        """Which run is padding; -1: none."""
+        """The number of the run that is padding; -1: none."""
         found = np.flatnonzero(self.documents < 0)
         return int(found[0]) if len(found) else -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentRuns:
-    """Which tokens of which documents stand in sequences, in the order of delivery; int64, shape (runs,) each."""
+    """The tokens of documents that stand in sequences, in the order of delivery; int64, shape (runs,) each."""
 
     positions: Int64Array
     """The sequence of each run."""
     fragments: Int64Array
-    """Which of the window's fragments it is of."""
+    """The number of its fragment in the window."""
     groups: Int64Array
     rows: Int64Array
     """The row of the document in its row group, of those that the decoder counts."""
@@ -113,7 +113,7 @@ class DocumentRuns:
     stops: Int64Array
 
     @classmethod
-    def of(cls, runs: Runs, parts: Sequence[Part], window: Window, length: int) -> DocumentRuns:
+    def of(cls, runs: TokenRuns, parts: Sequence[FragmentDocuments], window: Window, length: int) -> DocumentRuns:
         """Name ``runs``, which `runs_of` made of the other arguments. Padding has no name."""
         real = runs.documents >= 0
         places, documents = runs.places[real], runs.documents[real]
@@ -128,7 +128,7 @@ class DocumentRuns:
         )
 
 
-def runs_of(parts: Sequence[Part], window: Window, length: int) -> Runs:
+def runs_of(parts: Sequence[FragmentDocuments], window: Window, length: int) -> TokenRuns:
     """Return the runs that ``parts`` become in the sequences of ``window``."""
     starts = np.concatenate([part.bounds[:-1] for part in parts])
     lengths = np.concatenate([np.diff(part.bounds) for part in parts])
@@ -147,7 +147,7 @@ def runs_of(parts: Sequence[Part], window: Window, length: int) -> Runs:
         number, inner, is_end = np.append(number, -1), np.append(inner, 0), np.append(is_end, True)
     final = _taken(np.flatnonzero(cuts % length == 0), len(cuts), delivered)
     lengths = sizes[final]
-    return Runs(
+    return TokenRuns(
         places=np.append(places, len(parts))[number][final],
         starts=(np.append(starts, 0)[number] + inner)[final],
         lengths=lengths,

@@ -166,7 +166,7 @@ def with_ends(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``columns`` of a batch with ``cu_seqlens`` as it is delivered, if they have it.
 
     It says where the runs of documents begin among all tokens of the batch, and their end: int32, shape (runs + 1,).
-    The result is an array, also where the lengths of the runs are a tensor.
+    The result is an array, also if the lengths of the runs are a tensor.
     """
     if "cu_seqlens" not in columns:
         return dict(columns)

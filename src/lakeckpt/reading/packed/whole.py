@@ -3,7 +3,7 @@
 The documents of a window are put in the order of a keyed hash. `best_fit` then gives each of them to a sequence: from
 the longest document to the shortest, each goes to the sequence with the least free space that holds it (best fit
 decreasing). A document that is longer than a sequence is cut into full sequences and a rest, which is packed like a
-document; or it is dropped. What is left of a sequence is padding. At last the sequences are put in the order of another
+document; or it is dropped. The rest of a sequence is padding. At last the sequences are put in the order of another
 keyed hash. So the sequences of a window are a pure function of its documents and its key.
 
 A position of the order is a row group here, and all sequences of a window are those of its first position. A window

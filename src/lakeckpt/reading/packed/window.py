@@ -28,7 +28,7 @@ from lakeckpt.reading.columns.gather import copy_runs
 from lakeckpt.reading.filters.selection import RowSelection
 from lakeckpt.reading.packed.documents import Documents, documents_of
 from lakeckpt.reading.packed.packing import Packing
-from lakeckpt.reading.packed.runs import DocumentRuns, Part, Runs, cuts_of, part_of, runs_of
+from lakeckpt.reading.packed.runs import DocumentRuns, FragmentDocuments, TokenRuns, cuts_of, part_of, runs_of
 from lakeckpt.reading.packed.sequences import NO_LABEL, Sequences
 from lakeckpt.reading.packed.token_counts import NUM_TOKENS, place_of
 from lakeckpt.reading.windows.decode import RowGroupDecoder
@@ -97,11 +97,11 @@ class SequenceDecoder:
         """Keep no row group any more. It takes no lock: the garbage collector may call it in a thread that has it."""
         self._kept = OrderedDict()
 
-    def _parts(self, window: Window) -> list[Part]:
+    def _parts(self, window: Window) -> list[FragmentDocuments]:
         with self._threads.decoding if len(window.fragments) > 1 else contextlib.nullcontext():
             return self._threads.map(self._part, window.fragments) or [self._nothing()]
 
-    def _part(self, part: Fragment) -> Part:
+    def _part(self, part: Fragment) -> FragmentDocuments:
         """Return the documents of tokens [start, stop) of a row group, cut at both ends."""
         return part_of(self._whole(part), part, labels=self._packing.labels, masks_ends=self._packing.masks_ends)
 
@@ -143,12 +143,14 @@ class SequenceDecoder:
             )
         return found
 
-    def _nothing(self) -> Part:
+    def _nothing(self) -> FragmentDocuments:
         none = documents_of(self.rows.schema.empty_table(), self._packing, ("", 0))
         rows = none.rows
-        return Part(group=0, tokens=none.tokens, bounds=none.ends, origins=rows, rows=rows, follows=rows, goes_on=False)
+        return FragmentDocuments(
+            group=0, tokens=none.tokens, bounds=none.ends, origins=rows, rows=rows, follows=rows, goes_on=False
+        )
 
-    def _in_order(self, parts: list[Part], count: int) -> Sequences:
+    def _in_order(self, parts: list[FragmentDocuments], count: int) -> Sequences:
         """Return the ``count`` sequences of the tokens of ``parts`` as they stand: a view of a single part."""
         length, starts = self._packing.length, np.cumsum([0, *(len(part.tokens) for part in parts)])
         begins = [part.bounds[:-1] + start for part, start in zip(parts, starts[:-1], strict=True)]
@@ -162,7 +164,7 @@ class SequenceDecoder:
         bounds = np.append(bounds, count * length)
         return Sequences(tokens.reshape(count, length), bounds, paddings=paddings, follows=None)
 
-    def _sequences(self, parts: list[Part], runs: Runs, count: int) -> Sequences:
+    def _sequences(self, parts: list[FragmentDocuments], runs: TokenRuns, count: int) -> Sequences:
         """Return the ``count`` sequences that ``runs`` make up."""
         tokens = self._tokens(parts, runs)
         return Sequences(
@@ -172,13 +174,13 @@ class SequenceDecoder:
             follows=self._follows(tokens, parts, runs) if self._packing.labels else None,
         )
 
-    def _tokens(self, parts: list[Part], runs: Runs) -> Array:
+    def _tokens(self, parts: list[FragmentDocuments], runs: TokenRuns) -> Array:
         sources = [part.tokens for part in parts]
         if runs.padding >= 0:
             sources.append(np.full(runs.lengths[runs.padding], self._packing.padding, sources[0].dtype))
         return copy_runs(sources, runs.places, runs.starts, runs.lengths) if len(runs.places) else sources[0][:0].copy()
 
-    def _follows(self, tokens: Array, parts: list[Part], runs: Runs) -> Int64Array:
+    def _follows(self, tokens: Array, parts: list[FragmentDocuments], runs: TokenRuns) -> Int64Array:
         """Return the label of the last token of each run: the next token of its document, else of its sequence."""
         known = [part.follows for part in parts if part.follows is not None]
         follows = np.append(np.concatenate(known), NO_LABEL)[runs.documents]

@@ -1,11 +1,11 @@
 """This module decodes row groups into Arrow tables of the columns asked for, in the types of the table.
 
 A row group is the unit of decoding: the column chunks of the wanted columns (and no others) are read, pages are
-compared with their checksums where the file has them (`lakeckpt.lake.parquet.row_group`), and the rows are cut out.
-Rows that the pinned version deletes do not exist, and are not counted. What a file lacks or stores in another type is
-made to fit by `lakeckpt.lake.parquet.fit`; partition columns are constants. A file is opened when it is first needed,
-and its footer must be the pinned one. Footers that were read are kept (`lakeckpt.lake.parquet.kept_footers`). Where
-something cannot be decoded, the file is opened again and read once more before it counts as damaged. A file that was
+compared with their checksums if the file has them (`lakeckpt.lake.parquet.row_group`), and the rows are cut out. Rows
+that the pinned version deletes do not exist, and are not counted. A column that a file lacks or stores in another type
+is made to fit by `lakeckpt.lake.parquet.fit`; partition columns are constants. A file is opened when it is first
+needed, and its footer must be the pinned one. Footers that were read are kept (`lakeckpt.lake.parquet.kept_footers`).
+If something cannot be decoded, the file is opened again and read once more before it counts as damaged. A file that was
 written again is `DataFileChanged`.
 
 The module never caches rows: every call decodes anew, so the memory that it returns belongs to the caller alone.
@@ -102,7 +102,7 @@ class RowGroupDecoder:
             raise ConfigError(f"open_files must be at least 1, got {open_files}")
         self.table = table
         self.schema = select_columns(table.schema, columns)
-        """What `decode` returns: the columns in the order asked for."""
+        """The schema of the tables that `decode` returns: the columns in the order asked for."""
         self._every_column = self.schema
         """All columns that are read of some row group."""
         self._partitions = {column.name: column for column in table.index.partitions}
@@ -111,7 +111,7 @@ class RowGroupDecoder:
         self._most = max_row_group_bytes
         is_local = isinstance(table.storage, LocalStorage)
         self.fetches = not is_local
-        """Whether row groups that are expected are fetched from a store."""
+        """True if row groups that are expected are fetched from a store."""
         ahead = ahead_bytes if isinstance(ahead_bytes, AheadBytes) else AheadBytes(ahead_bytes)
         self._prefetcher = Prefetcher(
             table.index, self._opened, most_open=open_files, ahead=AheadBytes(0) if is_local else ahead
@@ -146,7 +146,7 @@ class RowGroupDecoder:
     def elements(self, group: int, column: str) -> tuple[int, int] | None:
         """Return how many elements the lists of ``column`` have in a row group, and how many nulls are among them.
 
-        Both are of the footer, in which an empty list and a null list count as one null element each. None where the
+        Both are of the footer, in which an empty list and a null list count as one null element each. None if the
         footer does not state them, or the file stores no such column. Raises what opening the file raises.
         """
         ordinal, inside = self.table.index.group(group)
@@ -209,7 +209,7 @@ class RowGroupDecoder:
             return self._fitted(group, schema)
         except DataFileDamaged:
             ordinal = self.table.index.group(group)[0]
-            self.table.footer(ordinal)  # where the file was written again, its footer is another
+            self.table.footer(ordinal)  # if the file was written again, its footer is another
             self._prefetcher.drop(ordinal)
             return self._fitted(group, schema)
 

@@ -1,7 +1,7 @@
 """This module knows the windows of a reader: which of their rows were served, and which windows each lane needs next.
 
-What a lane needs next is known without dealing: the window that is open, and those at its next positions. The module
-decodes nothing, and starts no threads.
+The next windows of a lane are known without dealing: the window that is open, and those at its next positions. The
+module decodes nothing, and starts no threads.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CachedWindow:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the window can be read without a wait."""
+        """True if the window can be read without a wait."""
         return self.decoded is not None or ((future := self.future) is not None and future.done())
 
 

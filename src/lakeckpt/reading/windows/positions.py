@@ -1,10 +1,10 @@
 """This module reads the rows at positions of an epoch.
 
-Spans of positions are cut where windows end. What is read of windows is *opened* first, which begins to decode them in
-threads, and then taken: views of the windows. The windows that lanes need next are decoded ahead, as many as memory
-allows (`lakeckpt.reading.windows.cache`). A window leaves memory once all of its rows were served.
+Spans of positions are cut where windows end. Windows are *opened* first, which begins to decode them in
+threads, and their rows are taken then: views of the windows. The windows that lanes need next are decoded ahead, as
+many as memory allows (`lakeckpt.reading.windows.cache`). A window leaves memory once all of its rows were served.
 
-The memory of a row is served once, because it is handed out to be written to. Where positions are asked for again,
+The memory of a row is served once, because it is handed out to be written to. If positions are asked for again,
 their window is decoded again. An error of a window is raised when a part of it is taken, and not before. Nothing here
 runs per row, and any position can be entered at any time.
 """
@@ -46,7 +46,7 @@ class Opened:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the rows can be taken without a wait."""
+        """True if the rows can be taken without a wait."""
         return all(needed.is_ready for needed, _, _ in self.parts)
 
 
@@ -56,7 +56,7 @@ class PositionReader:
     ``max_windows`` is the number of windows that are open at once, and ``room`` bounds the windows that are held, as
     `WindowCache` has them; None: any memory. ``nulls`` as for `convert`; None: rows are given as Arrow tables. ``make``
     is applied to every array of the columns. At most ``threads`` decode; None: as many as there are processors.
-    ``decoder_of`` makes what decodes windows, where they are not of rows (`lakeckpt.reading.packed`).
+    ``decoder_of`` makes what decodes windows, if they are not of rows (`lakeckpt.reading.packed`).
     """
 
     def __init__(

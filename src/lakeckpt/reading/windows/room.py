@@ -42,7 +42,7 @@ class Room:
         self._readers.add(reader)
 
     def left_bytes(self) -> float:
-        """Return how many bytes are left; less than 0 where more is taken. Only for a room with a limit."""
+        """Return how many bytes are left; less than 0 if more is taken. Only for a room with a limit."""
         assert self.limit_bytes is not None
         return self.limit_bytes - sum(one.taken_bytes() for one in list(self._readers))
 

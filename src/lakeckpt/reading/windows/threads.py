@@ -1,7 +1,7 @@
 """This module runs the threads that decode windows while the training loop does something else.
 
 *Whole* threads each decode one window: its row groups, and the gathering of its columns. *Part* threads help them. A
-whole thread does its work alone where no part thread is free, so a window that is needed first never waits behind parts
+whole thread does its work alone if no part thread is free, so a window that is needed first never waits behind parts
 of a later window.
 
 All readers of a process share the threads, however many tables they read. The threads are started when they are first
@@ -50,7 +50,7 @@ _shared = Shared(_Pools)
 
 
 class Threads:
-    """What one reader uses of the process's threads: two whole threads (one, where ``count`` is 1), and at most
+    """The part of the process's threads that one reader uses: two whole threads (one, if ``count`` is 1), and at most
     ``count`` that help them."""
 
     def __init__(self, count: int) -> None:

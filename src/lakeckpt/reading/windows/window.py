@@ -1,7 +1,7 @@
 """This module decodes the rows of a window, in the order of their positions.
 
 `WindowDecoder.decode` is a pure function of a layout and one of its windows. It decodes the fragments (in part threads,
-side by side) and turns them into columns. Where the window is shuffled, it gathers each column in the order of
+side by side) and turns them into columns. If the window is shuffled, it gathers each column in the order of
 positions. A later cut of the window is a view, made in a microsecond a column.
 
 Columns are gathered one after another, and the source of each is released at once: of a window of many columns, one is

@@ -1,4 +1,4 @@
-"""This module makes what reads a dataset whose transform yields any number of rows of each row.
+"""This module chooses the source of a dataset: one row of each row, or any number of rows that a transform yields.
 
 It refuses arguments that do not go with such a transform. It reads nothing and starts no threads.
 """
@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from lakeckpt.data.base_dataset import BaseDataset
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.options import ReadOptions, one_of
+from lakeckpt.data.base.source import BatchSource
+from lakeckpt.data.dataset.base_dataset import BaseDataset
 from lakeckpt.data.flows.ends import ends_of
 from lakeckpt.data.flows.feed import Feed
 from lakeckpt.data.flows.source import FlowSource
 from lakeckpt.data.flows.tokens import Tokenizing, TokenSource
 from lakeckpt.data.flows.whole import WholeSource
-from lakeckpt.data.options import ReadOptions, one_of
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.progress import Progress
+from lakeckpt.data.position.progress import Progress
 from lakeckpt.errors import ConfigError
 
 __all__ = ["check_flow", "check_no_workers", "feed_of", "source_of"]
@@ -58,16 +59,17 @@ def check_no_workers(yields_many: bool) -> None:
         )
 
 
-def source_of(dataset: BaseDataset, options: ReadOptions, pinned: Pinned, transform: Any) -> tuple[FlowSource, int]:
-    """Return what reads ``pinned`` for ``dataset``, which yields any number of rows, and the items of a micro-batch."""
-    size = dataset.batch_size
-    assert size is not None
-    kind: type[FlowSource] = FlowSource
-    if pinned.packing is not None:
+def source_of(dataset: BaseDataset, options: ReadOptions, pinned: Pinned, transform: Any) -> tuple[BatchSource, int]:
+    """Return what reads ``pinned`` for ``dataset``, and the rows, or items, of a micro-batch."""
+    kind, size = BatchSource, dataset.batch_size or 1
+    if dataset.yields_many and pinned.packing is not None:
         kind = WholeSource
     elif isinstance(transform, Tokenizing):
         kind, size = TokenSource, size * transform.length
-    return kind(pinned, output=dataset.output, options=options, transform=transform, row_wise=False), size
+    elif dataset.yields_many:
+        kind = FlowSource
+    source = kind(pinned, output=dataset.output, options=options, transform=transform, row_wise=dataset.row_wise)
+    return source, size
 
 
 def feed_of(source: Any, progress: Progress, rank: int) -> Feed | None:

@@ -1,4 +1,4 @@
-"""This module broadcasts what the first data-parallel rank found to all ranks, where they must act alike.
+"""This module broadcasts what the first data-parallel rank found to all ranks, which must act alike.
 
 There is one broadcast over the group that reads, so every rank calls at the same point. An error of the first rank is
 raised on all ranks by its own name. A job of one rank broadcasts nothing. The module keeps nothing, and starts no
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lakeckpt.data.topology import group_of, resolve_topology
+from lakeckpt.data.base.topology import group_of, resolve_topology
 from lakeckpt.errors import ConfigError, LakeckptError, TableError, error_of
 
 __all__ = ["found_by_first"]
@@ -22,7 +22,7 @@ def found_by_first(find: Callable[[], bytes], *, explicit: tuple[int, int] | Non
     """Return what ``find`` returns on the first data-parallel rank; it is called there alone.
 
     ``explicit`` and ``dp_group`` are the dataset's. Raises what ``find`` raised (on other ranks an error of the same
-    kind, with its text), and ConfigError where several ranks have no group to broadcast over.
+    kind, with its text), and ConfigError if several ranks have no group to broadcast over.
     """
     rank, world_size = resolve_topology(explicit, dp_group)
     if world_size == 1:

@@ -13,7 +13,7 @@ from typing import Any
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
 from lakeckpt.counters import READERS, Facts, ReaderCounters
-from lakeckpt.data.base_dataset import BaseDataset
+from lakeckpt.data.dataset.base_dataset import BaseDataset
 from lakeckpt.lake.table.index import TableIndex
 
 __all__ = ["Counting", "look"]
@@ -58,24 +58,16 @@ def look(counting: Counting) -> Facts:
     state = progress.runs.glance()
     epochs: dict[str, float] = {}
     skipped: dict[tuple[str, str], int] = {}
-    for reader, seen, index in _tables(dataset, name, state):
+    for number, (source, one) in enumerate(dataset._tables.items()):
+        reader = f"{name}.{source}" if source else name
+        seen = state if state is None or not source else state.of(number)
         epochs[reader] = float(progress.epoch) if seen is None or progress.over else _epochs(seen)
-        skipped |= {(reader, reason): rows for reason, rows in _skipped(seen, index)}
+        skipped |= {(reader, reason): rows for reason, rows in _skipped(seen, one.table.index)}
     return Facts(name=name, ready=counting.ready, epochs=epochs, skipped=skipped)
 
 
 def _name_of(dataset: BaseDataset) -> str:
     return dataset._progress.deliveries.name or _UNNAMED
-
-
-def _tables(dataset: Any, name: str, state: State | None) -> Iterator[tuple[str, State | None, TableIndex]]:
-    """Yield (name, state as it is seen there, index) of each table that ``dataset``, called ``name``, reads."""
-    sources = getattr(dataset, "sources", None)
-    if sources is None:
-        yield name, state, dataset.table.index
-        return
-    for number, (source, one) in enumerate(sources.items()):
-        yield f"{name}.{source}", None if state is None else state.of(number), one.table.index
 
 
 def _epochs(state: State) -> float:

@@ -12,6 +12,7 @@ call, and it does not see one that happens to return as many rows as it got. The
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.columns.ragged import Ragged
 
-__all__ = ["CarriedRows", "Transform", "TransformContext", "bind_transform", "leading_sizes"]
+__all__ = ["CarriedRows", "Transform", "TransformContext", "bind_transform", "leading_sizes", "maker_of"]
 
 Transform = Callable[..., Any]
 
@@ -88,6 +89,18 @@ def _way_of(transform: Transform) -> str:
         return "named"
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return "second" if len([p for p in positional if p.default is p.empty]) >= 2 else ""
+
+
+def maker_of(transform: Callable[..., Any]) -> str:
+    """Return the name of a transform, which is a part of every state: module (if it has one) and qualified name.
+
+    >>> maker_of(functools.partial(leading_sizes, {}))
+    'lakeckpt.data.base.transform.leading_sizes'
+    """
+    while isinstance(transform, functools.partial | _Bound):
+        transform = transform.func if isinstance(transform, functools.partial) else transform.transform
+    named = transform if hasattr(transform, "__qualname__") else type(transform)
+    return ".".join(part for part in (named.__module__, named.__qualname__) if part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Workers (if any) only read. So the state is exact whatever has been read ahead, 
 of workers, and a loader saved with four workers goes on with none.
 
 Worker processes are those of a torch DataLoader inside (`lakeckpt.data.workers.pool`). A checkpoint manager sees a
-loader by `lakeckpt.data.place.reader`.
+loader by `lakeckpt.data.position.reader`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lakeckpt.core.hashing import derive_key
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
-from lakeckpt.data.base_dataset import BaseDataset, shown_loader
-from lakeckpt.data.batch import Received, Stage, checked_number_column, numbered, pinned
-from lakeckpt.data.counting import Counting
-from lakeckpt.data.dataset import LakeDataset
-from lakeckpt.data.flows.arguments import feed_of
-from lakeckpt.data.foreign.frameworks import (
+from lakeckpt.data.base.batch import Received, Stage, checked_number_column, numbered, pinned
+from lakeckpt.data.base.options import check_only_reader, flag, integer, optional, refuse
+from lakeckpt.data.base.source import Items, gives
+from lakeckpt.data.dataset.base_dataset import BaseDataset, shown_loader
+from lakeckpt.data.dataset.dataset import LakeDataset
+from lakeckpt.data.dataset.frameworks import (
     EpochSetter,
     Prepared,
     check_counted,
@@ -35,9 +35,9 @@ from lakeckpt.data.foreign.frameworks import (
     counts_steps,
     without_others,
 )
-from lakeckpt.data.options import check_only_reader, flag, optional, refuse, whole
-from lakeckpt.data.place.reader import LoaderReader
-from lakeckpt.data.source import Items, gives
+from lakeckpt.data.dataset.source_kinds import feed_of
+from lakeckpt.data.loader.counting import Counting
+from lakeckpt.data.position.reader import LoaderReader
 from lakeckpt.data.streams.mix import MixedDataset
 from lakeckpt.data.workers.pool import Workers
 from lakeckpt.data.workers.reader import Beginning
@@ -106,7 +106,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         if not isinstance(dataset, BaseDataset):
             raise ConfigError(f"LakeLoader reads a lakeckpt.LakeDataset, got {type(dataset).__name__}")
         options: dict[str, Any] = {
-            "num_workers": whole("num_workers", num_workers),
+            "num_workers": integer("num_workers", num_workers),
             "pin_memory": pin_memory,
             "prefetch_factor": optional("prefetch_factor", prefetch_factor),
             "persistent_workers": persistent_workers,
@@ -278,6 +278,8 @@ class LakeLoader(Prepared, DataLoader[Any]):
             self._workers = None
         workers = Workers(
             self.dataset,
+            self.dataset._source,
+            storage=self.table.storage,
             num_workers=self.num_workers,
             multiprocessing_context=self.multiprocessing_context,
             worker_init_fn=self.worker_init_fn,

@@ -26,11 +26,11 @@ __all__ = [
     "check_only_reader",
     "flag",
     "following",
+    "integer",
     "one_of",
     "optional",
     "positive",
     "refuse",
-    "whole",
 ]
 
 MOST = 1 << 31
@@ -127,7 +127,7 @@ class Follow:
         flag("ignore_deletes", self.ignore_deletes)
 
 
-def whole(name: str, value: Any) -> int:
+def integer(name: str, value: Any) -> int:
     """Return ``value`` as an integer."""
     if not isinstance(value, bool):
         try:
@@ -140,7 +140,7 @@ def whole(name: str, value: Any) -> int:
 def positive(name: str, value: Any, *, most: int = MOST) -> int:
     """Return ``value`` as an integer from 1 to ``most``."""
     try:
-        number = whole(name, value)
+        number = integer(name, value)
     except ConfigError:
         number = 0
     if not 1 <= number <= most:

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 from lakeckpt.core.consumption import between
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
-from lakeckpt.data.flows.calls import maker_of
-from lakeckpt.data.place.deliveries import Deliveries
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.place.versions import Fit, Saved, Versions
-from lakeckpt.data.source import BatchSource
-from lakeckpt.data.topology import check_topology
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.source import BatchSource
+from lakeckpt.data.base.topology import check_topology
+from lakeckpt.data.base.transform import maker_of
+from lakeckpt.data.position.deliveries import Deliveries
+from lakeckpt.data.position.progress import Progress
+from lakeckpt.data.position.versions import Fit, Saved, Versions
 from lakeckpt.errors import StateMismatch
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
@@ -62,11 +62,11 @@ class TableReader:
 
     @property
     def versions(self) -> list[Pinned]:
-        """The table versions that something was read of since the last checkpoint, and the one at hand."""
+        """The table versions that something was read of since the last checkpoint, and the current one."""
         return self._versions.read
 
     def fit(self, state: Mapping[str, Any], saved: Saved, *, look: bool) -> Fit:
-        """See `lakeckpt.data.place.versions.Versions.fit`."""
+        """See `lakeckpt.data.position.versions.Versions.fit`."""
         found = State.from_plain(state)
         if found.mixing is None or self._name is None:
             return self._versions.fit(found, saved, look=look)
@@ -80,7 +80,7 @@ class TableReader:
 
 
 class _Loader(Protocol):
-    """What a `LakeLoader` is to its reader. The training thread alone calls it."""
+    """A `LakeLoader`, as its reader sees it. The training thread alone calls it."""
 
     dataset: Any
     num_workers: int
@@ -106,14 +106,8 @@ class LoaderReader:
     def __init__(self, loader: _Loader) -> None:
         self._loader, self._dataset = loader, loader.dataset
         self._progress: Progress = loader.dataset._progress
-
-    @property
-    def tables(self) -> dict[str, TableReader]:
+        self.tables: Mapping[str, TableReader] = loader.dataset._tables
         """What reads each table, by the names of the sources of a mixture; "": the only one."""
-        if self._progress.mixing is None:
-            return {"": TableReader(self._dataset._versions)}
-        found: dict[str, TableReader] = self._dataset.sources
-        return found
 
     @property
     def num_workers(self) -> int:
@@ -147,14 +141,14 @@ class LoaderReader:
 
     @property
     def has_explicit_rank(self) -> bool:
-        """Whether the user gave ``rank=`` and ``world_size=``, so that no group says which ranks read the same rows."""
+        """True if the user gave ``rank=`` and ``world_size=``, so that no group says which ranks read the same rows."""
         return self._dataset._explicit_rank is not None
 
     def start(self) -> None:
         """Begin to read what the next iteration will deliver.
 
-        It does not wait, and raises nothing that reading raises: the iteration will. What was begun is dropped where
-        the place changes before the next iteration.
+        It does not wait, and raises nothing that reading raises: the iteration will. Reading that was begun is dropped
+        if the place changes before the next iteration.
         """
         self._loader._start()
 
@@ -166,7 +160,7 @@ class LoaderReader:
     def receipt_of(self, number: int) -> AnyReceipt:
         """Return the receipt of the batch that held ``number`` in its ``receipt_column``.
 
-        Raises StateUnavailable where no such batch was delivered since the last checkpoint.
+        Raises StateUnavailable if no such batch was delivered since the last checkpoint.
         """
         self._loader._settle()
         return self._progress.runs.numbered(number, self._loader.topology[0])
@@ -183,7 +177,7 @@ class LoaderReader:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What the script gave, for the lines in which a restart says what differs."""
+        """The settings that the script gave, for the lines in which a restart says what differs."""
         found = {"batch size": str(self._dataset.batch_size), "workers": str(self.num_workers)}
         if (mixing := self._progress.mixing) is not None:
             found["weights"] = _named(mixing.names, mixing.weights)
@@ -193,7 +187,9 @@ class LoaderReader:
             if maker is not None and maker.name and maker.length:
                 found["tokenizer"] = f"{maker.name} {maker.fingerprint}".rstrip()
             else:
-                found[f"transform of {name!r}" if name else "transform"] = _transform_of(one.source)
+                transform = one.source.transform
+                made = "none" if transform is None else maker_of(transform)
+                found[f"transform of {name!r}" if name else "transform"] = made
         return found
 
     @property
@@ -211,7 +207,7 @@ class LoaderReader:
 
     @property
     def epoch_of_next(self) -> int:
-        """The epoch of the next batch, also where the loop has yet to see the end of the epoch before it."""
+        """The epoch of the next batch, also if the loop has yet to see the end of the epoch before it."""
         self._loader._settle()
         progress = self._progress
         state = progress.state
@@ -226,8 +222,8 @@ class LoaderReader:
         return self._progress.remember()
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, to which other processes came from the place at hand. What they consumed counts as
-        delivered here, where ``state`` follows from this place. Raises as `load_state_dict`."""
+        """Go on from ``state``, to which other processes came from the current place. Rows that they consumed count as
+        delivered here, if ``state`` follows from this place. Raises as `load_state_dict`."""
         self._loader._settle()
         before, after = self._progress.state, self._progress.read(state)
         self.load_state_dict(state)
@@ -236,12 +232,6 @@ class LoaderReader:
         except StateMismatch:
             return  # it is of another history: the ledger shows the gap
         self._progress.runs.add(done)
-
-
-def _transform_of(source: Any) -> str:
-    """Return the name of the transform of a source of batches."""
-    transform = source.transform
-    return "none" if transform is None else maker_of(getattr(transform, "transform", transform))
 
 
 def _named(names: tuple[str, ...], weights: tuple[int, ...]) -> str:

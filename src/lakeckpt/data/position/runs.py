@@ -1,6 +1,6 @@
 """This module keeps the runs of a loader: stretches of unbroken progress since the last checkpoint.
 
-A run is what was delivered of one epoch (or one endless stream) between two states, without a gap. Where a state was
+A run is what was delivered of one epoch (or one endless stream) between two states, without a gap. If a state was
 loaded, or an epoch was begun again, another run begins, so the ledger records both. A checkpoint *marks* the place up
 to which it recorded them, and everything before the mark is forgotten.
 
@@ -153,11 +153,11 @@ class Runs:
         return {one.table for run in self._runs for one in run.end.orders}
 
     def at(self, receipt: AnyReceipt) -> State:
-        """Return the state of all up to ``receipt``; StateUnavailable where it is of none of the runs."""
+        """Return the state of all up to ``receipt``; StateUnavailable if it is of none of the runs."""
         return self._run_of(receipt).after(receipt)
 
     def numbered(self, number: int, rank: int) -> AnyReceipt:
-        """Return the receipt of ``rank`` with this `Receipt.number`; StateUnavailable where no run has it."""
+        """Return the receipt of ``rank`` with this `Receipt.number`; StateUnavailable if no run has it."""
         for run in reversed(self._runs):
             found = run.numbered(number, rank)
             if found is not None:

@@ -16,7 +16,7 @@ from lakeckpt.core.identity import Identity, Maker, Mixing
 from lakeckpt.core.state import State
 from lakeckpt.core.streams.mixing import fractions
 from lakeckpt.core.streams.mixture import joined, started
-from lakeckpt.data.place.identity import Pinned, at_version, check_accepted, differing
+from lakeckpt.data.base.identity import Pinned, at_version, check_accepted, differing
 from lakeckpt.errors import ConfigError, StateError, StateMismatch
 
 __all__ = ["Orders", "checked_weights"]

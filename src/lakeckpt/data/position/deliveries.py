@@ -3,8 +3,8 @@
 A loader calls `delivered` for every batch and `end` at the end of its rows, on whatever thread iterates it. A
 checkpoint manager calls `take` at each step. `unsaved` counts what loaders of this process have delivered whose place
 no manager saves, and `unsaved_in_training` what they delivered while gradients were on and models were in train mode.
-The module starts no threads and takes no locks: where another thread delivers, a count may be off by what that thread
-adds meanwhile, and the loop is suspected for the thread's sake in any case.
+The module starts no threads and takes no locks: if another thread delivers, a count may be off by what that thread
+adds meanwhile. In that case read-ahead is suspected anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["ConsumptionWarning", "Deliveries", "ReadAheadWarning", "unsaved", "u
 _MANY = 1000
 """So many micro-batches without a step are warned of."""
 _MANY_ROWS = 1_000_000
-"""So many rows, where the loop gets single rows."""
+"""So many rows, if the loop gets single rows."""
 _EVERY: weakref.WeakValueDictionary[int, Deliveries] = weakref.WeakValueDictionary()
 """All that have delivered, by `id`; loaders of other threads are added at any time."""
 _IN_TRAINING: list[Callable[[], bool]] = []
@@ -65,12 +65,12 @@ class Deliveries:
 
     @property
     def name(self) -> str:
-        """The name by which a manager tracks the loader; empty where none does."""
+        """The name by which a manager tracks the loader; empty if none does."""
         return self._name or ""
 
     @property
     def is_saved(self) -> bool:
-        """True where a manager saves the place of the loader."""
+        """True if a manager saves the place of the loader."""
         return self._name is not None
 
     def delivered(self, iteration: int) -> None:
@@ -120,7 +120,7 @@ class Deliveries:
         return given
 
     def check_stepped(self) -> None:
-        """Warn where a tracked loader has delivered batches and no step was taken."""
+        """Warn if a tracked loader has delivered batches and no step was taken."""
         if self._name is not None and self._count and not self._steps:
             what = "rows" if self._row_wise else "batches"
             warnings.warn(_NO_STEP.format(self._name, self._count, what), ConsumptionWarning, stacklevel=4)

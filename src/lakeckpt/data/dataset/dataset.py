@@ -1,7 +1,7 @@
 """This module defines `LakeDataset`, a torch IterableDataset over a table.
 
 Iterated in the main process, or by a `lakeckpt.LakeLoader`, the dataset keeps one reader state for the whole job. In
-the workers of another DataLoader it reads the part that is theirs (`lakeckpt.data.foreign.workers`). It starts
+the workers of another DataLoader it reads the part that is theirs (`lakeckpt.data.dataset.foreign_workers`). It starts
 no threads itself: the source does, for each iteration.
 """
 
@@ -16,19 +16,20 @@ from torch.utils.data import get_worker_info
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.order import OrderSpec, Tail
 from lakeckpt.core.plan import Plan
-from lakeckpt.data.base_dataset import BaseDataset
-from lakeckpt.data.flows.arguments import check_flow, check_no_workers, feed_of, source_of
-from lakeckpt.data.foreign.frameworks import check_dealers, check_not_sampled
-from lakeckpt.data.foreign.workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
-from lakeckpt.data.options import Follow, ReadOptions, flag, following, one_of, optional, positive, whole
-from lakeckpt.data.place.begun import Consumed, rest_of_first_epoch
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.orders import Orders
-from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.place.versions import Versions, check_moves
-from lakeckpt.data.source import BatchSource, Items, Output
-from lakeckpt.data.topology import check_topology
-from lakeckpt.data.transform import CarriedRows, Transform, bind_transform
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.options import Follow, ReadOptions, flag, following, integer, one_of, optional, positive
+from lakeckpt.data.base.source import Items, Output
+from lakeckpt.data.base.topology import check_topology
+from lakeckpt.data.base.transform import CarriedRows, Transform, bind_transform
+from lakeckpt.data.dataset.base_dataset import BaseDataset
+from lakeckpt.data.dataset.foreign_workers import WORKER_FORMAT, SharedEpoch, WorkerTurns
+from lakeckpt.data.dataset.frameworks import check_dealers, check_not_sampled
+from lakeckpt.data.dataset.source_kinds import check_flow, check_no_workers, feed_of, source_of
+from lakeckpt.data.position.already_read import Consumed, rest_of_first_epoch
+from lakeckpt.data.position.orders import Orders
+from lakeckpt.data.position.progress import Progress
+from lakeckpt.data.position.reader import TableReader
+from lakeckpt.data.position.versions import Versions, check_moves
 from lakeckpt.errors import ConfigError, StateUnavailable
 from lakeckpt.lake.formats.dispatch import open_table
 from lakeckpt.lake.table.table import Table
@@ -129,7 +130,7 @@ class LakeDataset(BaseDataset):
         self._dp_group = dp_group
         try:
             window = shuffle_window if flag("shuffle", shuffle) else 1
-            spec = OrderSpec(seed=whole("seed", seed), shuffle=shuffle, window=window)
+            spec = OrderSpec(seed=integer("seed", seed), shuffle=shuffle, window=window)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         if flag("endless", endless) and not table.num_rows:
@@ -154,16 +155,10 @@ class LakeDataset(BaseDataset):
 
     def _read(self, pinned: Pinned, transform: Any) -> None:
         """Begin to read ``pinned`` from its start."""
-        options, size, describes = self.options, self.batch_size or 1, list[Any]()
-        if self.yields_many:
-            self._source, size = source_of(self, options, pinned, transform)
-            describes = [self._source.describe]
-        else:
-            self._source = BatchSource(
-                pinned, output=self.output, options=options, transform=transform, row_wise=self.row_wise
-            )
+        options = self.options
+        self._source, size = source_of(self, options, pinned, transform)
         self._progress = Progress(
-            Orders([pinned], accepted=[options.accept_changes], describes=describes or None),
+            Orders([pinned], accepted=[options.accept_changes], describes=[self._source.describe]),
             batch_size=size,
             num_lanes=options.num_lanes,
             row_wise=self.row_wise,
@@ -171,6 +166,7 @@ class LakeDataset(BaseDataset):
             follows=self.follow is not None,
         )
         self._versions = Versions(pinned, self._source, self._progress, self.options, follow=self.follow)
+        self._tables = {"": TableReader(self._versions)}
         if pinned.table.index.rest is not None:
             self._versions.read_rest()
         self._shared = SharedEpoch()
@@ -209,10 +205,6 @@ class LakeDataset(BaseDataset):
         return self._versions.at_hand.table
 
     @property
-    def _version(self) -> str:
-        return " ".join((self.table.index.digest, *self._source.earlier))
-
-    @property
     def identity(self) -> Identity:
         """The identity of the order of rows: all that the order is a function of."""
         return self._progress.identity
@@ -229,7 +221,7 @@ class LakeDataset(BaseDataset):
         If worker processes of another DataLoader read, each of their iterations is of the epoch that was set last:
         call it before each.
         """
-        epoch = whole("epoch", epoch)
+        epoch = integer("epoch", epoch)
         if epoch != self._progress.epoch or self._shared.has_begun:
             self._go_to(epoch)
 

@@ -1,24 +1,25 @@
 """This module defines what a dataset of one table and a mixture of several have in common.
 
-A `BaseDataset` belongs to a rank. It has one place (`lakeckpt.data.place.progress.Progress`) and one source of batches,
-and is iterated in the main process or by a `lakeckpt.LakeLoader`. It starts no threads itself: the source does, for
-each iteration.
+A `BaseDataset` belongs to a rank. It has one place (`lakeckpt.data.position.progress.Progress`) and one source of
+batches, and is iterated in the main process or by a `lakeckpt.LakeLoader`. It starts no threads itself: the source
+does, for each iteration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lakeckpt.data.ahead import Ahead
-from lakeckpt.data.foreign.frameworks import check_dealers
-from lakeckpt.data.options import Follow
-from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.source import Items, Output, gives
-from lakeckpt.data.topology import resolve_topology
-from lakeckpt.data.transform import CarriedRows
+from lakeckpt.data.base.ahead import Ahead
+from lakeckpt.data.base.options import Follow
+from lakeckpt.data.base.source import Items, Output, gives
+from lakeckpt.data.base.topology import resolve_topology
+from lakeckpt.data.base.transform import CarriedRows
+from lakeckpt.data.dataset.frameworks import check_dealers
+from lakeckpt.data.position.progress import Progress
+from lakeckpt.data.position.reader import TableReader
 from lakeckpt.errors import ConfigError
 
 __all__ = ["BaseDataset", "shown_dataset", "shown_loader"]
@@ -35,6 +36,8 @@ class BaseDataset(IterableDataset[Any]):
     """How a table is followed; None: it is not."""
     _progress: Progress
     _source: Any
+    _tables: Mapping[str, TableReader]
+    """What reads each table, by the names of the sources of a mixture; "": the only one."""
     _carried: CarriedRows
     _explicit_rank: tuple[int, int] | None = None
     _dp_group: Any = None
@@ -45,8 +48,10 @@ class BaseDataset(IterableDataset[Any]):
 
     @property
     def _version(self) -> str:
-        """A digest of the version of what is read."""
-        raise NotImplementedError
+        """The digests of the versions of the tables that are read."""
+        return " ".join(
+            digest for one in self._tables.values() for digest in (one.table.index.digest, *one.source.earlier)
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker that is spawned can ask neither torch.distributed nor the group: it gets the answer.
@@ -125,12 +130,10 @@ def shown_dataset(dataset: Any) -> str:
     A mixture shows its sources, and each of these its table. It reads nothing and never raises: what is not known yet
     is not shown.
     """
-    sources = getattr(dataset, "sources", None)
     parts = [f"batch_size={dataset.batch_size}", _ranks(dataset), _place(dataset)]
-    if sources is not None:
-        tables = ", ".join(f"{name!r}: {_what(one)}" for name, one in sources.items())
-        return f"MixedDataset({{{tables}}}, {', '.join(parts)})"
-    return f"{type(dataset).__name__}({_what(dataset)}, {', '.join(parts)})"
+    tables = {name: _what(one) for name, one in dataset._tables.items()}
+    shown = tables[""] if "" in tables else f"{{{', '.join(f'{name!r}: {one}' for name, one in tables.items())}}}"
+    return f"{type(dataset).__name__}({shown}, {', '.join(parts)})"
 
 
 def shown_loader(loader: Any) -> str:
@@ -139,11 +142,11 @@ def shown_loader(loader: Any) -> str:
     return f"{type(loader).__name__}({shown_dataset(loader.dataset)}, num_workers={loader.num_workers}{restarts})"
 
 
-def _what(dataset: Any) -> str:
-    """Return the table of one dataset, and how its rows become sequences."""
-    maker = getattr(dataset._source if hasattr(dataset, "_source") else dataset.source, "maker", None)
-    packing = dataset.packing if maker is None else maker if maker.length else None
-    uri = repr(dataset.table.uri)
+def _what(reader: TableReader) -> str:
+    """Return the table that is read, and how its rows become sequences."""
+    maker = getattr(reader.source, "maker", None)
+    packing = reader.packing if maker is None else maker if maker.length else None
+    uri = repr(reader.table.uri)
     return uri if packing is None else f"{uri} in sequences of {packing.length} tokens"
 
 

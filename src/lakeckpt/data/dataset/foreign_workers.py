@@ -19,10 +19,10 @@ import torch
 
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
-from lakeckpt.data.ahead import Ahead
-from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.source import BatchSource, gives
-from lakeckpt.data.transform import CarriedRows
+from lakeckpt.data.base.ahead import Ahead
+from lakeckpt.data.base.source import BatchSource, gives
+from lakeckpt.data.base.transform import CarriedRows
+from lakeckpt.data.position.progress import Progress
 from lakeckpt.errors import StateError, StateUnavailable
 from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 

@@ -1,10 +1,10 @@
 """This module keeps the place of one process in the data, behind a dataset, a mixture of datasets, or a loader.
 
 `Progress` plans an epoch for a topology, hands out assignments, and moves on as the training loop receives them. It
-keeps the *runs* since the last checkpoint (`lakeckpt.data.place.runs`), so the ledger records what the loop really got,
-also if a state was loaded or an epoch was begun again. The segments of a mixture end at the steps of a schedule, where
-a source is used up, and where the user changes the weights.
-It reads no rows, asks no other process, and starts no threads.
+keeps the *runs* since the last checkpoint (`lakeckpt.data.position.runs`), so the ledger records what the loop really
+got, also if a state was loaded or an epoch was begun again. The segments of a mixture end at the steps of a schedule,
+where a source is used up, and where the user changes the weights. It reads no rows, asks no other process, and starts
+no threads.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lakeckpt.core.receipts import Receipt
 from lakeckpt.core.state import MAX_EPOCH, State
 from lakeckpt.core.streams.mixed_batches import AnyReceipt
 from lakeckpt.core.streams.mixture import advanced, going_on, plan_of, reweighed, stretches
-from lakeckpt.data.options import check_lanes
-from lakeckpt.data.place.deliveries import Deliveries
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.orders import Orders, checked_weights
-from lakeckpt.data.place.runs import Runs
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.options import check_lanes
+from lakeckpt.data.position.deliveries import Deliveries
+from lakeckpt.data.position.orders import Orders, checked_weights
+from lakeckpt.data.position.runs import Runs
 from lakeckpt.errors import ConfigError, StateUnavailable
 
 __all__ = ["Progress"]
@@ -76,7 +76,7 @@ class Progress:
 
     @property
     def is_endless(self) -> bool:
-        """Whether the stream has no end, so that it counts its epochs itself."""
+        """True if the stream has no end, so that it counts its epochs itself."""
         return self.mixing is not None or self.identity.endless
 
     @property
@@ -99,18 +99,18 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """The epoch at hand: the next one once the loop has seen the end."""
+        """The current epoch: the next one once the loop has seen the end."""
         state = self.runs.glance()
         return self._first_epoch if state is None else state.epoch + self.over
 
     @property
     def begun(self) -> bool:
-        """True where there is a state to go on from: a state that was loaded, or settled for an iteration."""
+        """True if there is a state to go on from: a state that was loaded, or settled for an iteration."""
         return self.runs.origin is not None
 
     @property
     def at_start(self) -> bool:
-        """True where nothing of the epoch at hand has been delivered."""
+        """True if nothing of the current epoch has been delivered."""
         state = self.runs.state
         return state is None or self.over or state.is_start
 
@@ -160,9 +160,7 @@ class Progress:
         """
         if self.begun and self._settled == (world_size, workers) and not self.over:
             return
-        settled = self.settled(world_size, workers, num_lanes=num_lanes)
-        if settled is not self.runs.state:
-            self._set(settled)
+        self._advance(self.settled(world_size, workers, num_lanes=num_lanes))
         self._settled = (world_size, workers)
 
     def settled(self, world_size: int, workers: int, *, num_lanes: int | None = None) -> State:
@@ -181,8 +179,7 @@ class Progress:
         return self._start_of(state.epoch + 1, state)
 
     def read(self, plain: object) -> State:
-        """Return the state of which `State.to_plain` made ``plain``. Raises StateError if it is none, or of another
-        kind: of a mixture, or of rows whose number depends on the data."""
+        """Return the state that ``plain`` is of, as `Orders.read` does."""
         return self._orders.read(plain)
 
     def load(self, state: State, *, ahead: int = 0) -> None:
@@ -217,14 +214,14 @@ class Progress:
             self._settled = None  # at an end there was nothing to plan anew: it is of the topology before
 
     def move_to(self, pinned: Pinned) -> None:
-        """Read the epoch at hand, of which nothing has been delivered, in the order of another table version."""
+        """Read the current epoch, of which nothing has been delivered, in the order of another table version."""
         assert self.at_start, "a version is never changed inside of an epoch"
         epoch = self.epoch
         self._orders = self._orders.reading(pinned)
         self._restart(epoch)
 
     def go_over(self, pinned: Pinned) -> None:
-        """Go to the start of the next tranche, in the same topology. The tranche at hand has no full step left."""
+        """Go to the start of the next tranche, in the same topology. The current tranche has no full step left."""
         state, steps, settled = self.state, self.plan.steps, self._settled
         assert settled is not None and state.step == steps, "a tranche is read to its last full step"
         self.runs.finish(None, moves=True)
@@ -241,12 +238,12 @@ class Progress:
         return micro_batches(rows, lanes, self._batch_size, "carry") > 0
 
     def read_rest(self, later: Pinned) -> None:
-        """Note that the identity at hand is of the rest of one epoch; later epochs are in the order of ``later``."""
+        """Note that the current identity is of the rest of one epoch; later epochs are in the order of ``later``."""
         self._later = later
 
     @property
     def in_rest(self) -> bool:
-        """Whether the identity at hand is of the rest of one epoch."""
+        """True if the current identity is of the rest of one epoch."""
         return self._later is not None
 
     def _leave_rest(self) -> None:
@@ -317,7 +314,7 @@ class Progress:
             self._advance(advanced(self.state))
 
     def turn(self, rank: int, *, loaded: bool = False) -> None:
-        """End the epoch at hand, where the loop received its last batch and then began anew instead of asking for more.
+        """End the current epoch if the loop got its last batch and then started a new iterator.
 
         Loops that count steps never ask for more than there is; they take nothing of an epoch that has nothing for
         ``rank``. A state of the end of an epoch that was loaded shows the loop that end once. ``loaded``: the loop
@@ -360,7 +357,7 @@ class Progress:
             self.finish()
 
     def finish(self) -> None:
-        """Note that the loop saw the end of the epoch at hand, also where the last rows went to other ranks. The end of
+        """Note that the loop saw the end of the current epoch, also if the last rows went to other ranks. The end of
         a tranche is none: what is left of it is part of the next one."""
         if self._follows:
             return
@@ -387,7 +384,7 @@ class Progress:
         self._plan, self._last_step, self.over = None, None, False
 
     def _advance(self, state: State) -> None:
-        """Go on from ``state``, which follows from the current one, in the segment that begins there."""
+        """Go on from ``state``, which is the current one or follows from it, in the segment that begins there."""
         if state is not self.runs.state:
             self._set(state)
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from lakeckpt.core.receipts import Receipt
-from lakeckpt.data.batch import Received, moved
-from lakeckpt.data.loader import LakeLoader
-from lakeckpt.data.options import positive
+from lakeckpt.data.base.batch import Received, moved
+from lakeckpt.data.base.options import positive
+from lakeckpt.data.loader.loader import LakeLoader
 from lakeckpt.errors import ConfigError
 from lakeckpt.reading.columns.ragged import Ragged
 

@@ -1,8 +1,8 @@
 """This module makes readers and batches for assignments: it reads, converts and transforms rows, in any process alike.
 
 A source says how the rows of one table are read. It holds no place in the data and no rows, and it is picklable, so any
-worker can serve any assignment. `lakeckpt.data.ahead.Ahead` reads with it. The source starts no threads itself; the
-readers that it makes do.
+worker can serve any assignment. `lakeckpt.data.base.ahead.Ahead` reads with it. The source starts no threads itself;
+the readers that it makes do.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import pyarrow as pa
 import torch
 from torch.utils.data import get_worker_info
 
+from lakeckpt.core.identity import Identity, Maker
 from lakeckpt.core.order import EpochLayout
 from lakeckpt.core.plan import Assignment, LayoutKey, Plan
 from lakeckpt.core.receipts import Receipt, Span
-from lakeckpt.data.batch import Batch, texts
-from lakeckpt.data.memory import Budget, Reads, budget_of
-from lakeckpt.data.options import ReadOptions
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.transform import TransformContext
+from lakeckpt.data.base.batch import Batch, texts
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.memory import Budget, Reads, budget_of
+from lakeckpt.data.base.options import ReadOptions
+from lakeckpt.data.base.transform import TransformContext
 from lakeckpt.errors import StateMismatch
 from lakeckpt.reading.columns.convert import Nulls
 from lakeckpt.reading.columns.ragged import Ragged
@@ -92,6 +93,9 @@ class Items(Iterator[Any]):
 class BatchSource(Iterations):
     """Makes what the loop gets of the rows of assignments of one table. Not safe for use by several threads."""
 
+    describe: Callable[[Identity], Maker] | None = None
+    """Says what makes any number of items of each row, and reads a few rows for it; None: each row is one."""
+
     def __init__(
         self,
         pinned: Pinned,
@@ -104,7 +108,7 @@ class BatchSource(Iterations):
         super().__init__()
         self._spec, self._endless = pinned.spec, pinned.endless
         self.output: Output = output
-        """What a batch holds: tensors, arrays, or an Arrow table."""
+        """The kind of a batch's columns: tensors, arrays, or an Arrow table."""
         self._nulls: Nulls = options.nulls
         self._gives_texts = options.text == "str" and output != "arrow"
         self._transform = transform
@@ -142,7 +146,7 @@ class BatchSource(Iterations):
 
     @property
     def transform(self) -> Callable[..., Any] | None:
-        """The transform that batches or rows go through; picklable where the user's function is."""
+        """The transform that batches or rows go through; picklable if the user's function is."""
         return self._transform
 
     def follow(self, reader: PositionReader, plan: Plan, turns: Iterable[tuple[int, int]], share: float = 1.0) -> None:
@@ -209,7 +213,7 @@ class BatchSource(Iterations):
 
     @property
     def reads(self) -> Reads:
-        """What windows are read of."""
+        """The table, columns and window size that windows are read of."""
         return Reads(self._table, self._columns, self._spec.window)
 
     def new_reader(self, lanes: int, budget: Budget | None = None) -> PositionReader:
@@ -303,7 +307,7 @@ def _threads() -> int:
 
 
 def gives(receipt: Receipt, row_wise: bool) -> bool:
-    """Return whether the loop gets something for ``receipt``: not where another rank got the last row of an epoch."""
+    """Return whether the loop gets an item for ``receipt``. Row-wise, the last step may have none for this rank."""
     return not row_wise or receipt.rows > 0
 
 

@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from lakeckpt.core.lanes import Left
 from lakeckpt.core.order import EpochLayout
-from lakeckpt.data.options import Follow
-from lakeckpt.data.place.broadcast import found_by_first
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.progress import Progress
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.options import Follow
+from lakeckpt.data.position.broadcast import found_by_first
+from lakeckpt.data.position.progress import Progress
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.joined import Added, SomeFiles, joined, known_marks
 from lakeckpt.reading.filters.selection import RowSelection
@@ -37,7 +37,7 @@ _NOTHING, _END, _TRANCHE, _LAST = b"n", b"e", b"t", b"l"
 
 
 def next_tranche(look: Look, *, explicit: tuple[int, int] | None, dp_group: Any) -> Pinned | None:
-    """Return the tranche that ``look`` finds on the first rank, once there is one; None where the stream ends.
+    """Return the tranche that ``look`` finds on the first rank, once there is one; None if the stream ends.
 
     It is collective. Raises on all ranks what the first rank raised.
     """
@@ -85,7 +85,7 @@ class Look:
         return _END if self._index is None or not self._rows else _LAST + self._index.dumps()
 
     def _tranche(self, added: Added) -> TableIndex | None:
-        """Return the index of all rows that are left or new; None where there are none."""
+        """Return the index of all rows that are left or new; None if there are none."""
         table, before = self.at_hand.table, self.at_hand
         left = rows_left(before, self._progress.plan.rest(self._progress.state.step).begun[0])
         if not left and not added.indexes:

@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.order import OrderSpec, Tail
-from lakeckpt.data.options import OVERRIDABLE
-from lakeckpt.data.place.selecting import Selecting
+from lakeckpt.data.base.options import OVERRIDABLE
+from lakeckpt.data.base.selecting import Selecting
 from lakeckpt.errors import ConfigError, StateMismatch
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
@@ -35,7 +35,7 @@ __all__ = ["Pinned", "at_version", "check_accepted", "differing"]
 class Pinned:
     """A version of a table, as a dataset reads it.
 
-    Raises `SchemaError` and `ConfigError` where the version cannot be read so.
+    Raises `SchemaError` and `ConfigError` if the version cannot be read so.
     """
 
     table: Table
@@ -95,7 +95,7 @@ class Pinned:
     def identity(self) -> Identity:
         """Return the identity of the order of rows. Counts the rows that a filter keeps, unless they are counted.
 
-        Raises `ConfigError` where an endless stream would have no row, and what counting raises.
+        Raises `ConfigError` if an endless stream would have no row, and what counting raises.
         """
         found = self.selection
         rows = self.table.num_rows if found is None else found.num_rows
@@ -151,7 +151,7 @@ def _of_rows(mine: Identity, its: Identity, kept: str) -> list[str]:
 def at_version(mine: Identity, its: Identity) -> Identity:
     """Return ``its`` as if it were of the table version of ``mine``.
 
-    Which rows a filter keeps of one version says nothing about another version. So an epoch that begins over another
+    The rows that a filter keeps of one version say nothing about another version. So an epoch that begins over another
     version takes the filter of ``mine``; only a filter in place of none, or none in place of one, stays a difference.
     """
     there = its.of_version(mine)

@@ -2,10 +2,10 @@
 
 A dataset reads the version that it was opened with, or the version that a restored state names (`Versions.fit` looks
 whether that version is still there, `Versions.repin` goes to it). With ``on_new_version="next_epoch"`` it goes on with
-the newest version where an epoch begins (`Versions.move`): all ranks with the same version, which the first rank finds.
+the newest version when an epoch begins (`Versions.move`): all ranks with the same version, which the first rank finds.
 Inside of an epoch a version is never changed.
 
-The module reads listings and footers only when it is asked to look. It counts no rows (`lakeckpt.data.place.selecting`
+The module reads listings and footers only when it is asked to look. It counts no rows (`lakeckpt.data.base.selecting`
 does), and starts no threads.
 """
 
@@ -19,13 +19,13 @@ from typing import Any
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.state import State
-from lakeckpt.data.options import Follow, ReadOptions
-from lakeckpt.data.place.broadcast import found_by_first
-from lakeckpt.data.place.excluding import going_on_without
-from lakeckpt.data.place.following import Look, next_tranche
-from lakeckpt.data.place.identity import Pinned
-from lakeckpt.data.place.progress import Progress
-from lakeckpt.data.source import BatchSource
+from lakeckpt.data.base.identity import Pinned
+from lakeckpt.data.base.options import Follow, ReadOptions
+from lakeckpt.data.base.source import BatchSource
+from lakeckpt.data.position.broadcast import found_by_first
+from lakeckpt.data.position.excluding import going_on_without
+from lakeckpt.data.position.following import Look, next_tranche
+from lakeckpt.data.position.progress import Progress
 from lakeckpt.errors import ConfigError, DataFileChanged, SchemaError, StateMismatch, TableError, TableVersionGone
 from lakeckpt.lake.table.index import TableIndex
 from lakeckpt.lake.table.table import Table
@@ -42,7 +42,7 @@ class Fit:
     """The way in which a dataset goes on from a state."""
 
     index: TableIndex | None = None
-    """The version to go to first (`Versions.repin`); None: the version at hand is the right one."""
+    """The version to go to first (`Versions.repin`); None: the current version is the right one."""
     excluding: TableIndex | None = None
     """``index`` with the row groups that the table excludes now: the rest of the state's epoch goes on with it. None:
     ``index`` excludes the same row groups."""
@@ -58,7 +58,7 @@ class Fit:
 
 
 def check_moves(table: Table, options: ReadOptions, *, endless: bool, follows: bool) -> None:
-    """Raise `ConfigError` where ``options`` ask for moves between versions that cannot be made."""
+    """Raise `ConfigError` if ``options`` ask for moves between versions that cannot be made."""
     named = "a version was named when the table was opened (or a metadata file), or it was opened in another process"
     moves = "next_epoch" in (options.on_new_version, options.on_version_gone) or options.accept_changes
     if follows and (moves or table.added is None):
@@ -102,21 +102,18 @@ class Versions:
         return {**self.__dict__, "_read": {self.at_hand.table.index.digest: self.at_hand}}  # workers read one version
 
     def check_worker(self) -> None:
-        """Raise ConfigError in a worker of another DataLoader, where versions move."""
+        """Raise ConfigError in a worker of another DataLoader, if versions move."""
+        asked, what = 'on_new_version="next_epoch" was asked for', "a new version"
         if self._follow is not None:
+            asked, what = "follow= was given", "new files"
+        if self._moves or self._follow is not None:
             raise ConfigError(
-                "follow= was given, and the workers of a torch DataLoader never learn of new files: use "
-                "lakeckpt.LakeLoader"
-            )
-        if self._moves:
-            raise ConfigError(
-                'on_new_version="next_epoch" was asked for, and the workers of a torch DataLoader never learn of a new '
-                "version: use lakeckpt.LakeLoader"
+                f"{asked}, and the workers of a torch DataLoader never learn of {what}: use lakeckpt.LakeLoader"
             )
 
     @property
     def read(self) -> list[Pinned]:
-        """The versions that something was read of since the last checkpoint, and the version at hand."""
+        """The versions that something was read of since the last checkpoint, and the current version."""
         whole = self.at_hand.table.index.whole
         if whole.digest not in self._read:  # an epoch that begins is of it, before anything was read of it
             self._read[whole.digest] = self._of(whole)
@@ -131,8 +128,8 @@ class Versions:
 
         ``saved`` returns the index with a digest that was kept beside the state, or with a second digest a selection of
         its rows; or None. Raises `TableVersionGone` and
-        `DataFileChanged` where files of the version are gone or others, unless the rest of the epoch is to be dropped;
-        `SchemaError` where the version lacks a column.
+        `DataFileChanged` if files of the version are gone or others, unless the rest of the epoch is to be dropped;
+        `SchemaError` if the version lacks a column.
         """
         self._know(state, saved)
         wanted, live = state.identity.table, self.at_hand.table
@@ -219,13 +216,13 @@ class Versions:
         return go_back
 
     def read_rest(self) -> None:
-        """Go on with the whole version when the epoch has ended of which the version at hand is the rest."""
+        """Go on with the whole version when the epoch has ended of which the current version is the rest."""
         self._progress.read_rest(self._of(self.at_hand.table.index.whole))
 
-    # --- where an epoch begins
+    # --- when an epoch begins
 
     def move(self, *, explicit: tuple[int, int] | None, dp_group: Any) -> None:
-        """Change the version where an epoch begins: from the rest of an epoch to its whole version, and to the newest
+        """Change the version when an epoch begins: from the rest of an epoch to its whole version, and to the newest
         version, if the dataset moves (collective).
 
         Raises on all ranks what looking for the newest version raised on the first rank.
@@ -251,9 +248,8 @@ class Versions:
     def go_over(self, *, waits: bool, explicit: tuple[int, int] | None, dp_group: Any) -> bool:
         """Go over to the next tranche of a growing table, once there is one (collective).
 
-        Returns False where nothing came for long enough, so that the stream ends (unless it ``waits``: where nothing
-        is there). Raises on all ranks what looking for
-        new files raised on the first rank.
+        Returns False if the stream ends: nothing was added for ``stop_after_idle_s``. If ``waits`` is false, it looks
+        once. Raises on all ranks what looking for new files raised on the first rank.
         """
         assert self._follow is not None
         look = Look(self._follow if waits else replace(self._follow, stop_after_idle_s=0), self.at_hand, self._progress)
@@ -266,7 +262,7 @@ class Versions:
     def _newest(self) -> bytes:
         table = self.at_hand.table
         if not self._is_new:
-            assert table.reopen is not None, "a dataset moves only where no version was named"
+            assert table.reopen is not None, "a dataset moves only if no version was named"
             found = table.reopen()
             if found.uri != table.uri:
                 raise TableError(f"the table {table.uri!r} is at {found.uri!r} now: open it there, and start anew")
@@ -296,7 +292,7 @@ class Versions:
         self.source.pin(pinned)
 
     def _check_types(self, index: TableIndex) -> None:
-        """`SchemaError` where a column that is read has another type in the version to move to."""
+        """`SchemaError` if a column that is read has another type in the version to move to."""
         table = self.at_hand.table
         for name in self.at_hand.columns or [name for name in index.schema.names if name in table.schema.names]:
             now, then = index.schema.field(name).type, table.schema.field(name).type
@@ -314,7 +310,7 @@ def _grown(read: TableIndex, now: TableIndex) -> str:
 
 
 def _compare_etags(live: Table, saved: TableIndex) -> None:
-    """Raise DataFileChanged where two indexes with the same paths, sizes and footers have other ETags."""
+    """Raise DataFileChanged if two indexes with the same paths, sizes and footers have other ETags."""
     other = [
         f"{path!r} has the ETag {now}, not {then}"
         for path, now, then in zip(live.index.paths, live.index.etags, saved.etags, strict=True)

@@ -73,7 +73,7 @@ class Selecting:
     def offer(self, found: RowSelection) -> bool:
         """Take ``found`` instead of counting, and return whether it was taken.
 
-        It is not taken where counts are known, or where ``found`` was counted over another table, by another
+        It is not taken if counts are known, or if ``found`` was counted over another table, by another
         expression, or by another release of pyarrow.
         """
         index = self.table.index
@@ -114,7 +114,7 @@ class Selecting:
         return RowSelection.loads(raw) if raw else self._published(store)
 
     def _published(self, store: Any) -> RowSelection:
-        """Count, and publish the selection; nothing, where counting fails: the others are to see for themselves."""
+        """Count, and publish the selection; nothing, if counting fails: the others are to see for themselves."""
         raw = b""
         try:
             found = self._count()

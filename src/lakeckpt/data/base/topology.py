@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lakeckpt.data.options import whole
+from lakeckpt.data.base.options import integer
 from lakeckpt.errors import ConfigError
 
 __all__ = ["check_topology", "group_of", "resolve_topology"]
@@ -24,7 +24,7 @@ def check_topology(rank: int | None, world_size: int | None) -> tuple[int, int] 
         return None
     if rank is None or world_size is None:
         raise ConfigError(f"rank and world_size go together, got rank={rank} and world_size={world_size}")
-    rank, world_size = whole("rank", rank), whole("world_size", world_size)
+    rank, world_size = integer("rank", rank), integer("world_size", world_size)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank must be in [0, world_size), got rank={rank} and world_size={world_size}")
     return rank, world_size

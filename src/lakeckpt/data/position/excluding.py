@@ -1,4 +1,4 @@
-"""This module finds what a reader excludes where a table goes on without some of its row groups in mid-epoch.
+"""This module finds what a reader excludes if a table goes on without some of its row groups in mid-epoch.
 
 Rows of one window cannot be told apart without reading it: its documents, or rows, are permuted together. So what is
 left of each window that holds such a row group is excluded, in the epochs that have begun. Epochs that begin later are
@@ -16,7 +16,7 @@ from lakeckpt.core.lanes import Left
 from lakeckpt.core.order import EpochLayout
 from lakeckpt.core.plan import LayoutKey, Plan
 from lakeckpt.core.state import State
-from lakeckpt.data.place.identity import Pinned
+from lakeckpt.data.base.identity import Pinned
 
 __all__ = ["going_on_without"]
 
