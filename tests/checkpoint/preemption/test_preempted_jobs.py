@@ -57,9 +57,7 @@ def test_one_rank_saves_the_step_in_which_the_signal_finds_it(
     assert ends(ranks) == [143], log(folder)
     assert STEP <= max(steps(folder)) < ROWS // 4, "the job was to be stopped in the middle"
     # what each agent logs comes after its trainer's end
-    assert all(
-        map(ended, agents_of(folder, 1 if capture_every else 0))
-    )  # what each of them logs comes after its trainer's end
+    assert all(map(ended, agents_of(folder, 1 if capture_every else 0)))
     assert capture_every is None or any("the trainer ends" in line for line in agent_logs(folder))
     check_the_newest_step_was_saved(folder)
 
