@@ -50,7 +50,7 @@ from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.bubbles.record import IterationRecord, waits_of
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.recovery.facts import CutId
 from lakeckpt.wire.documents import from_plain, to_plain
 
 WAYS = ("none", "at once", "in bubbles")

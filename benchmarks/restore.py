@@ -46,10 +46,10 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.agent.generations import digest_of_run, identity_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.persist.log import put_entry, read_entry
 from lakeckpt.checkpoint.restore.restorer import Restorer
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.recovery.facts import CutId
 from lakeckpt.tracking.exchange import Exchange
 
 LAYERS = 24

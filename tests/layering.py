@@ -30,19 +30,27 @@ LEVELS = {
     "reading": 4,
     "data": 5,
     "tracking": 6,
+    "recovery": 6,
+    "watch": 6,
     "checkpoint": 6,
     "bubbles": 7,
     "convert": 7,
     "dcp": 7,
-    "recovery": 7,
-    "watch": 7,
     "metrics": 7,
     "testing": 8,
     "demo": 9,
     "integrations": 8,
     "cli": 9,
 }
-SIDEWAYS = {("checkpoint", "tracking"), ("demo", "cli"), ("cli", "demo")}
+SIDEWAYS = {
+    ("checkpoint", "tracking"),
+    ("checkpoint", "recovery"),
+    ("checkpoint", "watch"),
+    ("recovery", "tracking"),
+    ("watch", "tracking"),
+    ("demo", "cli"),
+    ("cli", "demo"),
+}
 THIRD_PARTY = {
     "errors": set(),
     "counters": set(),

@@ -161,6 +161,7 @@ class Hub:
         self.gone: set[int] = set()
         self.changed = threading.Condition()
         self.rounds: dict[int, dict[int, Mapping[str, str]]] = {}
+        self.answers: dict[int, Tally | Exception] = {}
         self.notes: dict[str, bytes] = {}
 
     def leave(self, rank: int) -> None:
@@ -181,7 +182,7 @@ class HubExchange(Exchange):
         self.hub = hub
         self.fetched: list[str] = []
 
-    def everyone(self, facts: Mapping[str, str]) -> Tally:
+    def answered(self, facts: Mapping[str, str], answer: Callable[[Tally], Tally]) -> Tally:
         hub, number = self.hub, self._next_round()
         with hub.changed:
             stated = hub.rounds.setdefault(number, {})
@@ -190,7 +191,24 @@ class HubExchange(Exchange):
             assert hub.changed.wait_for(lambda: len(stated.keys() | hub.gone) == hub.world_size, PATIENCE_S)
             if len(stated) < hub.world_size:
                 raise MissingRanksError(f"rank {sorted(set(range(hub.world_size)) - set(stated))} is gone")
-            return Tally.of([stated[rank] for rank in range(hub.world_size)])
+            if number not in hub.answers:
+                self._answer_all(number, answer)
+            found = hub.answers[number]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _answer_all(self, number: int, answer: Callable[[Tally], Tally]) -> None:
+        """Rank 0 answers, and the others wait for its answer."""
+        hub = self.hub
+        if self.rank:
+            assert hub.changed.wait_for(lambda: number in hub.answers, PATIENCE_S)
+            return
+        try:
+            hub.answers[number] = answer(Tally.of([hub.rounds[number][rank] for rank in range(hub.world_size)]))
+        except Exception as error:
+            hub.answers[number] = error
+        hub.changed.notify_all()
 
     def publish(self, key: str, data: bytes, /) -> None:
         with self.hub.changed:

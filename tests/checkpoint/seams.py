@@ -42,8 +42,8 @@ def manager_with(
 
     class Manager(CheckpointManager):
         @staticmethod
-        def _talk(group: Any, timeout_s: float, *, alone: bool) -> tuple[Exchange, Waiter]:
-            own = CheckpointManager._talk(group, timeout_s, alone=alone) if exchange is None or waiter is None else None
+        def _talk(group: Any, timeout_s: float, **how: Any) -> tuple[Exchange, Waiter]:
+            own = CheckpointManager._talk(group, timeout_s, **how) if exchange is None or waiter is None else None
             return exchange or own[0], waiter or own[1]  # type: ignore[index]
 
     place = uri

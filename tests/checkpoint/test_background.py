@@ -29,7 +29,6 @@ from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_from_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.history import read_history
@@ -45,6 +44,7 @@ from lakeckpt.errors import (
     TrackingError,
 )
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.recovery.facts import CutId
 from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.agent.test_agent import ended
 from tests.checkpoint.rig import (
@@ -738,6 +738,8 @@ def killed(script: str, run: Path, arenas: Path, *more: Path) -> str:
     job = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert job.returncode == -signal.SIGKILL, job.stderr
     (log,) = arenas.glob("*.log")
+    while b"begins" not in log.read_bytes():  # it may have started when its trainer was dead already
+        threading.Event().wait(0.01)
     assert all(map(ended, agents_of(str(log))))
     return job.stdout.strip()
 

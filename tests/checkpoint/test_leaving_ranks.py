@@ -14,10 +14,8 @@ import torch.distributed as dist
 
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.errors import LakeckptError, SaveRefused
-from lakeckpt.tracking import obstacles
 from lakeckpt.tracking.exchange import StoreExchange
-from lakeckpt.tracking.obstacles import PROCESS
-from lakeckpt.tracking.tally import Tally
+from lakeckpt.tracking.obstacles import own_node
 from tests.checkpoint.rig import HubExchange, MemoryStorage, Reader, manager, run_ranks, train_step, training
 
 TIMEOUT_S = 10_000.0
@@ -28,7 +26,7 @@ def results_of(storage: MemoryStorage, steps: tuple[int, int], dies: int | None 
     then ends."""
     store = dist.HashStore()
     processes = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(2)]
-    stated = Tally.of([{PROCESS: f"{obstacles._node()} {one.pid}"} for one in processes])
+    stated = {rank: f"{own_node()} {one.pid}" for rank, one in enumerate(processes)}
 
     def body(rank: int, _: HubExchange) -> Any:
         exchange = StoreExchange(store, rank=rank, world_size=2, timeout_s=TIMEOUT_S)

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from lakeckpt import LakeDataset, LakeLoader, mix
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.audit_report import AuditReport
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks, training
 from tests.checkpoint.scripts import write_table
 from tests.data.flow_jobs import Item, items, job_store, loader_of, whole

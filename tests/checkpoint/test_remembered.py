@@ -19,7 +19,6 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run
 from lakeckpt.checkpoint.agent.leftovers import kept_in
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.manifest import entry_from_bytes, entry_to_bytes
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
@@ -27,6 +26,7 @@ from lakeckpt.checkpoint.persist.log import read_log
 from lakeckpt.checkpoint.restore.from_memory import Offer, Remembered, where_it_goes_on
 from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, DamageWarning
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.agent.rig import take_checksums
 from tests.checkpoint.rig import (
     Counter,

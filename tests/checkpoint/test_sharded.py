@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,46 @@ def test_parts_are_captured_beside_training_and_restored_from_memory(
 ) -> None:
     """The last layer has one row, so that of three ranks two have none of it."""
     run_processes(world_size, captured, world_size, str(tmp_path), sharding)
+
+
+def killed(rank: int, world_size: int, folder: str) -> None:
+    """Capture four steps, commit nothing, and die with the agent."""
+    begin(rank, world_size, folder)
+    objects = fsdp(1, world_size)
+    saver = CheckpointManager(
+        LocalStorage(f"{folder}/run"), objects, persist_every=10**9, capture_every=1, arenas=f"{folder}/mem"
+    )
+    saver.restore()
+    for _ in range(4):
+        trained(objects, 1)
+        said = states(objects)
+        saver.step()
+        saver._saves._engine.wait()
+    Path(folder, f"said.{rank}").write_text(said)
+    dist.barrier()
+    os.kill(saver._saves._agent.pid, signal.SIGKILL)
+    os._exit(0)
+
+
+def goes_on(rank: int, world_size: int, folder: str, sharding: Any) -> None:
+    begin(rank, world_size, folder)
+    objects = sharding(2, world_size)
+    with CheckpointManager(
+        LocalStorage(f"{folder}/run"), objects, persist_every=10**9, capture_every=1, arenas=f"{folder}/mem"
+    ) as saver:
+        assert saver.restore() == 4 and saver.restore_report.captured == 4 and saver.restore_report.restored is None
+        assert states(objects) == Path(folder, "said.0").read_text()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sharding"), [(3, by_columns), pytest.param(4, fsdp, marks=pytest.mark.soak), (1, fsdp)]
+)
+def test_parts_in_memory_are_restored_on_another_number_of_ranks_of_the_node(
+    world_size: int, sharding: Any, tmp_path: Path
+) -> None:
+    run_processes(2, killed, 2, str(tmp_path))
+    run_processes(world_size, goes_on, world_size, str(tmp_path), sharding)
 
 
 def tilings(shape: tuple[int, ...], seed: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

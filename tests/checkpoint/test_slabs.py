@@ -22,7 +22,6 @@ from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.format import slabs
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, content_digest, leaf_digests
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.parts import PartRecord, SaveId
 from lakeckpt.checkpoint.format.slabs import digests_of_slabs, slab_specs
@@ -39,6 +38,7 @@ from lakeckpt.checkpoint.state.staged import StagedTensor
 from lakeckpt.convert import convert_checkpoint, read_state
 from lakeckpt.errors import CheckpointDamaged, DamageWarning
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.agent.rig import RUN, begin
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.examples import examples

@@ -18,8 +18,8 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.links import CopyBatch, Link, Ticket
 from lakeckpt.checkpoint.capture.samples import Samples
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import UnannouncedChange
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, State, assert_same, kept_state, state_of
 
 pytestmark = [

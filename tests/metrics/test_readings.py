@@ -20,12 +20,12 @@ import lakeckpt
 from lakeckpt import CheckpointManager, LakeDataset, LakeLoader, open_table
 from lakeckpt.bubbles import Bubbles
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.core.consumption import consumed
 from lakeckpt.core.state import State
 from lakeckpt.data.base.ahead import Ahead
 from lakeckpt.errors import SaveFailed, StorageError
 from lakeckpt.metrics import METRICS, Reading, read, readings
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.rig import manager, train_step, training
 from tests.lakes import LakeSpec
 from tests.patience import PATIENCE_S

@@ -17,9 +17,7 @@ from lakeckpt.errors import (
     StorageError,
     UnsupportedValue,
 )
-from lakeckpt.tracking import obstacles
-from lakeckpt.tracking.obstacles import ABORTED, FAILED, LATE, LEFT, PROCESS, STOPPED, JobObstacles, Notes, Obstacle
-from lakeckpt.tracking.tally import Tally
+from lakeckpt.tracking.obstacles import ABORTED, FAILED, LATE, LEFT, STOPPED, JobObstacles, Notes, Obstacle, own_node
 
 
 class Board(Notes):
@@ -132,7 +130,7 @@ def test_a_process_that_ends_has_died_unless_its_rank_has_left(
     ranks: list[JobObstacles], board: Board, kind: str
 ) -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        stated = Tally.of([{PROCESS: ""}, {PROCESS: f"{obstacles._node()} {process.pid}"}, {PROCESS: ""}])
+        stated = {0: "", 1: f"{own_node()} {process.pid}", 2: ""}
         ranks[0].watch(stated)
         assert ranks[0].look() == ()
         ranks[2].leave(7, first=3)  # each rank leaves for itself
@@ -153,7 +151,7 @@ def test_a_death_is_known_on_its_node_though_the_notes_are_gone_with_the_process
     ranks: list[JobObstacles], board: Board
 ) -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        stated = Tally.of([{PROCESS: f"{obstacles._node()} {process.pid}"}, {PROCESS: ""}, {PROCESS: ""}])
+        stated = {0: f"{own_node()} {process.pid}", 1: "", 2: ""}
         ranks[1].watch(stated)
         process.kill()
         process.wait()

@@ -27,7 +27,6 @@ from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.reports import shared_fields
 from lakeckpt.checkpoint.consumed.tracks import Journal, Pending, ReaderTrack
 from lakeckpt.checkpoint.format.digests import short_digest
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.keep import checked_metric
 from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.persist.attempt import Attempt
@@ -41,6 +40,7 @@ from lakeckpt.errors import (
     SaveSkipped,
     UnannouncedChange,
 )
+from lakeckpt.recovery.facts import CutId
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.notes import error_to_text, save_error
 from lakeckpt.tracking.obstacles import Obstacle

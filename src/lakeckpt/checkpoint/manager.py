@@ -15,6 +15,7 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, overload
 
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state, shared_settings
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.bubbles.watch import Bubbles
@@ -111,7 +112,8 @@ class CheckpointManager:
         check_capturing(capture_every, arenas, bubbles)
         every = interval_of(persist_every)
         self._storage = opened(uri, storage_options)
-        self._exchange, self._waiter = self._talk(group, timeout_s, alone=world_size == 1)
+        node = ArenaFolder(arenas).path
+        self._exchange, self._waiter = self._talk(group, timeout_s, alone=world_size == 1, node=node)
         check_topology(self._exchange, rank, world_size)
         self._capture_every = capture_every
         self._place = None if capture_every is None else place_of(self._storage, uri, storage_options or {}, arenas)
@@ -139,9 +141,9 @@ class CheckpointManager:
         self._watch = Watch({}, {})
 
     @staticmethod
-    def _talk(group: Any, timeout_s: float, *, alone: bool) -> tuple[Exchange, Waiter]:
+    def _talk(group: Any, timeout_s: float, *, alone: bool, node: str) -> tuple[Exchange, Waiter]:
         """Return the exchange with the other ranks, and the clock."""
-        return exchange_of(group, timeout_s, alone=alone), SystemWaiter()
+        return exchange_of(group, timeout_s, alone=alone, node=node), SystemWaiter()
 
     @property
     def steps_done(self) -> int:
@@ -162,9 +164,10 @@ class CheckpointManager:
     # --- what a training loop calls
 
     def restore(self, step: int | None = None, *, allow_missing: Collection[str] = ()) -> int:
-        """Restore the newest checkpoint that is whole (with ``capture_every``: or the newest cut that all ranks still
-        have in memory), and begin an attempt; call it once, before the first step. ``allow_missing`` names objects that
-        joined the state after it was saved: if it does not hold them, they keep the state that they have.
+        """Restore the newest checkpoint that is whole (with ``capture_every``: or the newest cut that the ranks
+        can read from their nodes' memory), and begin an attempt; call it once, before the first step. ``allow_missing``
+        names objects that joined the state after it was saved: if it does not hold them, they keep the state that they
+        have.
 
         ``step`` rolls the run back to its newest checkpoint of that step: later work is abandoned. This is an order
         given once. A script that is started again with the same ``step`` goes on from the newest checkpoint if the
@@ -235,9 +238,10 @@ class CheckpointManager:
         ``metric`` says how good this state is, for ``keep=Keep(best=…)``, whenever this cut is saved; rank 0's counts.
         With ``capture_every`` a save only begins here; ``on_save`` and later calls report its result.
 
-        Errors as for `save`. `ConfigError` if ``batch`` names no batch, or one from before what an earlier step has
-        used, or the metric is no number; `StateUnavailable` if the reader has not delivered it since the last save:
-        both come before the cut, on this rank alone, which may call again. If a save falls, the others wait for it.
+        Errors as for `save`, and `AgentError` if the agent cannot serve this process. `ConfigError` if ``batch`` names
+        no batch, or one from before what an earlier step has used, or the metric is no number; `StateUnavailable` if
+        the reader has not delivered it since the last save: both come before the cut, on this rank alone, which may
+        call again. If a save falls, the others wait for it.
         """
         saves = self._ready()
         receipts = by_reader(batch, self._tracks)

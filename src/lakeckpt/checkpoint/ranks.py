@@ -22,8 +22,9 @@ LAUNCH = "LAKECKPT_LAUNCH"
 """The environment variable with the folder of the launcher, `lakeckpt run`, for notes of its ranks."""
 
 
-def exchange_of(group: Any, timeout_s: float, *, alone: bool) -> Exchange:
+def exchange_of(group: Any, timeout_s: float, *, alone: bool, node: str = "") -> Exchange:
     """Return the exchange of the ranks of ``group`` (a process group or one-dimensional DeviceMesh; None: all ranks).
+    ``node``: what ranks of one machine have in common, to be neighbours.
 
     ``alone``: this process keeps a run of its own, whatever its environment says. Raises `ConfigError` if it cannot be
     known which ranks save together.
@@ -33,7 +34,7 @@ def exchange_of(group: Any, timeout_s: float, *, alone: bool) -> Exchange:
         size = dist.get_world_size(group)
         if size < 1:
             raise ConfigError("this process is not in the group= that was given: give one whose ranks save together")
-        return exchange_of_group(group, timeout_s=timeout_s)
+        return exchange_of_group(group, timeout_s=timeout_s, node=node)
     if group is None and not alone and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise ConfigError(
             f"this job has WORLD_SIZE={os.environ['WORLD_SIZE']} processes, but torch.distributed is not initialized: "

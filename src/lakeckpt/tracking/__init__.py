@@ -6,6 +6,7 @@
                                                                         |
     facts of each rank → [exchange] (the job's store) → [rounds] → [tally] → the same answer on every rank
                              |
+                             +-- [ballots]: who has come. [key_waits]: a thread blocks in the store until a key is there
                              +-- [waiting]: until another rank has written, or is known not to ([obstacles])
                              +-- [notes]: errors, as a kind and a text
                              v

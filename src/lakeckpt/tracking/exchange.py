@@ -1,20 +1,20 @@
 """This module lets the ranks of a job compare facts and leave notes, through the job's own key-value store.
 
 torch.distributed starts a job through a store: a `TCPStore` of torchrun or of rank 0, or a `FileStore`. In each round a
-rank writes its facts there; rank 0 reads them all, adds them up and writes the answer. A round has one answer, whoever
-writes it: if rank 0 is late, a rank that has waited long enough answers that rank 0 is missing, and rank 0 takes that
-answer as well. A timeout closes nothing: a rank that was late takes part in the next round. Keys are removed when they
-were read.
+rank counts itself (`lakeckpt.tracking.ballots`); only a rank that has facts writes them there. When all have come, rank
+0 reads the facts and writes the answer. Waits block in the store (`lakeckpt.tracking.key_waits`); from time to time, a
+rank that waits asks why it may wait in vain, and looks at the clock. A round has one answer, whoever writes it: if rank
+0 is late, a rank that has waited long enough answers that rank 0 is missing, and rank 0 takes that answer as well. A
+timeout closes nothing: a rank that was late takes part in the next round. Keys are removed when they were read.
 
-The module opens no connection, starts no threads, uses no collective and never touches a GPU. The store is gone when
-its host has ended: no state that must survive a death lies in it.
+The module uses no collective and never touches a GPU; its threads are those of waits. The store is gone when its host
+has ended: no state that must survive a death lies in it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from hashlib import blake2b
 from uuid import uuid4
 
@@ -23,15 +23,22 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lakeckpt.data.base.torch_private import job_store
 from lakeckpt.errors import LakeckptError, MissingRanksError
-from lakeckpt.tracking.obstacles import PROCESS, JobObstacles, Notes, Obstacles, own_process
+from lakeckpt.tracking.ballots import SILENT, Ballot
+from lakeckpt.tracking.key_waits import KeyWaits
+from lakeckpt.tracking.obstacles import JobObstacles, Notes, Obstacles, own_node, own_process
 from lakeckpt.tracking.rounds import Rounds, answer_to_bytes, facts_from_bytes, tally_from_bytes
 from lakeckpt.tracking.tally import Tally, name_ranks, ranks_of
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter, poll
 
 __all__ = ["Exchange", "StoreExchange", "exchange_of_group"]
 
-_PAUSE_S = 0.1
-"""The longest pause between two looks into the store."""
+_FIRST_S, _SHORT_S, _LONG_S = 0.005, 0.1, 2.0
+"""The first pause of a rank that looks for a key; and how often a rank that waits asks why it may wait in vain, in a
+small job and in a large one."""
+_RANKS_PER_S = 1000
+"""So many ranks may ask in a second."""
+_NOTHING = answer_to_bytes(Tally(facts={}))
+"""The answer of a vote without objections."""
 _FAREWELL_S = 5.0
 _DEATH_S = 0.5
 """How long the end of a process may take, whose store is gone."""
@@ -47,6 +54,8 @@ class Exchange(Rounds, Notes):
         super().__init__(rank=rank, world_size=world_size)
         self.obstacles = Obstacles(rank)
         """Why waiting for other ranks is in vain. Any thread may ask."""
+        self.neighbours: Sequence[int] = (rank,)
+        """The ranks on this node, this rank among them, in ascending order."""
 
     def fetch(self, key: str, /) -> bytes:
         """Wait for a note of rank 0 and return it. All other ranks fetch it once; the last of them removes it.
@@ -61,26 +70,38 @@ class Exchange(Rounds, Notes):
 
 class StoreExchange(Exchange):
     """Messages between ``world_size`` ranks over ``store``. ``timeout_s`` is how long a rank waits for another one.
+    ``node``: what ranks of one machine have in common, to be neighbours.
 
     Collective: all ranks make one. Raises `MissingRanksError` naming the ranks that do not.
     """
 
     def __init__(
-        self, store: Store, *, rank: int, world_size: int, timeout_s: float, waiter: Waiter | None = None
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        node: str = "",
+        waiter: Waiter | None = None,
     ) -> None:
         super().__init__(rank=rank, world_size=world_size)
         self._timeout_s = timeout_s
         self._waiter = SystemWaiter() if waiter is None else waiter
         self._entrance = store
-        self._callers: dict[int, bytes] = {}
+        self._callers: set[int] = set()  # that were not answered yet
+        self._called = 0
         self._name = uuid4().hex
-        self._answers: list[str] = []  # keys of answers that are still in the store
+        self._keys: list[tuple[int, str]] = []  # that this rank removes, with the round that uses them last
+        self._present: Sequence[int] = ()  # the ranks that have come to the last round that rank 0 has collected
+        self._texts: Sequence[str] = ()  # the facts of the last round that rank 0 has read
         self._is_gone = False
+        self._waits: KeyWaits | None = None
         self.obstacles: JobObstacles = JobObstacles(self, rank)
         if rank:
             self._name = self._ask_for_the_name()
         self._store = PrefixStore(self._name, store)
-        self.obstacles.watch(self.everyone({PROCESS: own_process()}))
+        self.neighbours = self._meet(node)
 
     # --- meeting: the store may hold keys of ranks that have died, as torchrun keeps it while it starts ranks again
 
@@ -88,9 +109,9 @@ class StoreExchange(Exchange):
         """Return the name under which rank 0 keeps the keys of this exchange. The answer is to this process alone."""
         welcome = f"welcome/{self._name}"
         with self._reaching_the_store():
-            self._entrance.set(f"hello/{self.rank}", self._name)
-            look = partial(_checked, self._entrance, welcome)
-            if poll(look, waiter=self._waiter, timeout_s=2 * self._timeout_s, longest_s=_PAUSE_S) is None:
+            number = self._entrance.add("callers", 1)
+            self._entrance.set(f"caller/{number}", self._name)
+            if not self._until(welcome, 2, store=self._entrance, wake=welcome):
                 raise self._missing([0])
             name: str = self._entrance.get(welcome).decode("ascii")
             self._entrance.delete_key(welcome)
@@ -98,68 +119,153 @@ class StoreExchange(Exchange):
 
     def _welcome(self) -> None:
         """Answer each rank that asks for the name. A caller that has died is answered in vain."""
-        for rank in range(1, self.world_size):
-            key = f"hello/{rank}"
-            if self._entrance.check([key]) and (caller := self._entrance.get(key)) != self._callers.get(rank):
-                self._callers[rank] = caller
-                self._entrance.set(f"welcome/{caller.decode('ascii')}", self._name)
+        if not self._called and self._entrance.check(["callers/answered"]):
+            self._called = int(self._entrance.get("callers/answered"))
+        last = self._entrance.add("callers", 0)
+        self._callers.update(range(self._called + 1, last + 1))
+        self._called = last
+        for number in sorted(self._callers):
+            key = f"caller/{number}"
+            if self._entrance.check([key]):
+                self._entrance.set(f"welcome/{self._entrance.get(key).decode('ascii')}", self._name)
+                self._entrance.delete_key(key)
+                self._callers.discard(number)
+
+    def _meet(self, node: str) -> Sequence[int]:
+        """Return the neighbours of this rank when all ranks have come. Watch the processes of this machine from then
+        on."""
+        key = f"machine/{own_node() or uuid4().hex}"
+        with self._reaching_the_store():
+            place = self._store.add(key, 1)
+            _set(self._store, f"{key}/{place}", f"{self.rank}\n{own_process()}\n{node}".encode())
+        self._keys += [(0, f"{key}/{place}"), *([(0, key)] if place == 1 else ())]
+        self.everyone({})
+        with self._reaching_the_store():
+            count = self._store.add(key, 0)
+            found = [one.decode() for one in self._store.multi_get([f"{key}/{at + 1}" for at in range(count)])]
+        every = [one.split("\n", 2) for one in found]
+        self.obstacles.watch({int(rank): process for rank, process, _ in every})
+        return sorted(int(rank) for rank, _, theirs in every if theirs == node)
 
     # --- rounds
 
     def _send(self, number: int, data: bytes) -> None:
+        ballot = self._ballot(number)
         with self._reaching_the_store():
-            _set(self._store, _message(number, self.rank), data)
-            if number:  # it is there where this rank has waited for rank 0 in vain
-                self._store.delete_key(_message(number - 1, self.rank))
+            if data:
+                _set(self._store, ballot.text(self.rank), data)
+                self._keys.append((number, ballot.text(self.rank)))
+            ballot.come(self.rank, has_text=bool(data))
 
     def _collect(self, number: int) -> Sequence[Mapping[str, str]]:
-        keys = {rank: _message(number, rank) for rank in range(1, self.world_size)}
-
-        def look() -> bool | None:
-            if number == 0:
-                self._welcome()
-            return self._store.check(list(keys.values())) or self._store.check([_answer(number)]) or None
-
-        def absent() -> list[int]:
-            return [rank for rank, key in keys.items() if not self._store.check([key])]
-
+        ballot = self._ballot(number)
         with self._reaching_the_store():
-            if self._poll(look, 1, absent) is None:
-                raise self._missing(absent())
-            if self._store.check([_answer(number)]):
-                raise self._missing([0])  # as a rank that has waited for this one has answered
-            found = list(map(facts_from_bytes, self._store.multi_get(list(keys.values()))))
-            self._remove_answers()  # as every rank is past the rounds before
-            for rank in self._callers:
-                self._entrance.delete_key(f"hello/{rank}")
-            self._callers.clear()
-        return found
+            try:
+                self._await_all(number, ballot)
+            except LakeckptError:
+                self._present = sorted(set(range(1, self.world_size)) - set(ballot.absent()))
+                raise
+            self._present = range(1, self.world_size)
+            ranks = ballot.with_text()
+            self._texts = [ballot.text(rank) for rank in ranks]
+            data = self._store.multi_get(self._texts) if ranks else []
+            found = dict(zip(ranks, map(facts_from_bytes, data), strict=True))
+            self._remove_before(number)  # as every rank is past the rounds before
+            if number == 0:
+                self._entrance.set("callers/answered", str(self._called))
+        return [found.get(rank, {}) for rank in range(1, self.world_size)]
+
+    def _await_all(self, number: int, ballot: Ballot) -> None:
+        """Return when all ranks have come to a round. Raises `MissingRanksError`."""
+        first = number == 0
+        came = self._until(
+            ballot.complete,
+            1,
+            ballot.absent,
+            wake=None if first else ballot.complete,
+            meanwhile=self._welcome if first else None,
+        )
+        if not came and (absent := ballot.absent()):
+            raise self._missing(absent)  # if none is: a rank has died between its bit and the count
+        if self._store.check([ballot.answer]):
+            raise self._missing([0])  # as a rank that has waited for this one has answered
 
     def _answer(self, number: int, data: bytes) -> bytes:
-        self._answers.append(_answer(number))
+        ballot = self._ballot(number)
+        self._keys += [(number, key) for key in ballot.keys]
         with self._reaching_the_store():
-            return _put_once(self._store, _answer(number), data)
+            found = _put_once(self._store, ballot.answer, data)
+            if found == _NOTHING:
+                self._store.add(ballot.read, SILENT)
+            if wakes := list(map(ballot.wake, self._present)):
+                self._store.multi_set(wakes, ["1"] * len(wakes))  # type: ignore[attr-defined]  # torch has it
+            return found
 
     def _await_answer(self, number: int) -> Tally:
-        look = partial(_checked, self._store, _answer(number))
+        ballot = self._ballot(number)
+        key, wake = ballot.answer, ballot.wake(self.rank)
         with self._reaching_the_store():
             # Rank 0 may come late, and then waits for the others.
-            if self._poll(look, 2, lambda: [] if look() else [0]):
-                answer: bytes = self._store.get(_answer(number))
-                self._store.delete_key(_message(number, self.rank))  # rank 0 sees by this that the answer was read
+            if self._until(key, 2, lambda: [] if self._store.check([key]) else [0], wake=wake):
+                says_nothing = self._store.add(ballot.read, 1) > SILENT
+                answer: bytes = _NOTHING if says_nothing else self._store.get(key)
             else:
-                answer = _put_once(self._store, _answer(number), answer_to_bytes(self._missing([0])))
-        return tally_from_bytes(answer)
+                answer = _put_once(self._store, key, answer_to_bytes(self._missing([0])))
+                ballot.end()  # rank 0 waits for nobody, and takes this answer
+                self._store.add(ballot.read, 1)
+            self._keys.append((number, wake))
+            tally = tally_from_bytes(answer)
+            self._remove_before(number)
+        return tally
 
-    def _poll(self, look: Callable[[], bool | None], patience: int, absent: Callable[[], Sequence[int]]) -> bool | None:
-        """Wait for the ranks that are ``absent``, which raises if one of them is gone."""
-        return poll(
-            look,
-            waiter=self._waiter,
-            timeout_s=patience * self._timeout_s,
-            longest_s=_PAUSE_S,
-            obstacles=lambda: self.obstacles.refuse_absent(absent),
-        )
+    def _ballot(self, number: int) -> Ballot:
+        return Ballot(self._store, str(number), self.world_size)
+
+    def _until(
+        self,
+        key: str,
+        patience: float,
+        absent: Callable[[], Sequence[int]] | None = None,
+        *,
+        store: Store | None = None,
+        wake: str | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> bool:
+        """Wait for a value of ``key``, for ``patience`` times the timeout. Return whether there is one.
+
+        It raises if one of the ranks that are ``absent`` is gone. ``wake``: the key that is set when there is a value,
+        and for which this rank alone waits; None: this rank looks again and again, and calls ``meanwhile``.
+        """
+        store = self._store if store is None else store
+        limit_s, longest_s = patience * self._timeout_s, min(_LONG_S, max(_SHORT_S, self.world_size / _RANKS_PER_S))
+        until_s, pause_s = self._waiter.now() + limit_s, _FIRST_S
+
+        def looked(seconds: float) -> bool:
+            if meanwhile is not None:
+                meanwhile()
+            if store.check([key]):
+                return True
+            self._waiter.wait(seconds)
+            return False
+
+        look: Callable[[float], bool] = looked
+        with contextlib.ExitStack() as stack:
+            if wake is not None and _can_block(store):
+                look, pause_s = stack.enter_context(self._waits_in(store).on(wake, limit_s)), longest_s
+            while not look(pause_s):
+                if wake is not None and store.check([key]):  # nobody wakes a rank that comes late
+                    return True
+                if absent is not None:
+                    self.obstacles.refuse_absent(absent)
+                if self._waiter.now() >= until_s:
+                    return bool(store.check([key]))
+                pause_s = min(2 * pause_s, longest_s)
+        return True
+
+    def _waits_in(self, store: Store) -> KeyWaits:
+        if self._waits is None or self._waits.store is not store:
+            self._waits = KeyWaits(store)
+        return self._waits
 
     def _missing(self, ranks: Sequence[int]) -> MissingRanksError:
         return MissingRanksError(
@@ -167,14 +273,18 @@ class StoreExchange(Exchange):
             "be gone: see their logs; nothing was committed"
         )
 
-    def _remove_answers(self) -> None:
-        for key in self._answers:
+    def _remove_before(self, number: int) -> None:
+        """Remove keys of the rounds before ``number``, to which all ranks have come."""
+        for _, key in [one for one in self._keys if one[0] < number]:
             self._store.delete_key(key)
-        self._answers.clear()
+        self._keys = [one for one in self._keys if one[0] >= number]
 
     @contextlib.contextmanager
     def _reaching_the_store(self) -> Iterator[None]:
-        """Raise `MissingRanksError` if the store fails."""
+        """Raise `MissingRanksError` if the store fails, or has failed before: torch prints a page each time."""
+        gone = "the store over which the ranks of this job talk is gone: its host (rank 0, or the launcher) has ended"
+        if self._is_gone:
+            raise MissingRanksError(f"{gone}; see its log")
         try:
             yield
         except LakeckptError:
@@ -182,10 +292,7 @@ class StoreExchange(Exchange):
         except RuntimeError as error:
             self._is_gone = True
             self._refuse_ended()
-            raise MissingRanksError(
-                "the store over which the ranks of this job talk is gone: its host (rank 0, or the launcher) has "
-                f"ended; see its log ({error})"
-            ) from error
+            raise MissingRanksError(f"{gone}; see its log ({error})") from error
 
     def _refuse_ended(self) -> None:
         """Raise if the process of a rank has ended. The kernel closes its connections before it reports its end."""
@@ -194,7 +301,7 @@ class StoreExchange(Exchange):
             lambda: None,
             waiter=self._waiter,
             timeout_s=_DEATH_S,
-            longest_s=_PAUSE_S,
+            longest_s=_SHORT_S,
             obstacles=lambda: self.obstacles.refuse_absent(lambda: everyone),
         )
 
@@ -211,7 +318,7 @@ class StoreExchange(Exchange):
             _put_once(self._store, key, data)
 
     def peek(self, key: str, /) -> bytes | None:
-        """See `Exchange`. A store that is gone is not asked again, because torch then prints a page each time."""
+        """See `Exchange`. A store that is gone is not asked again."""
         if self._is_gone:
             return None
         try:
@@ -222,9 +329,8 @@ class StoreExchange(Exchange):
 
     def fetch(self, key: str, /) -> bytes:
         """See `Exchange`."""
-        look = partial(_checked, self._store, key)
         with self._reaching_the_store():
-            if self._poll(look, 1, lambda: [] if look() else [0]) is None:
+            if not self._until(key, 1, lambda: [] if self._store.check([key]) else [0]):
                 raise MissingRanksError(f"rank 0 did not announce {key!r} within {self._timeout_s:g} s: see its log")
             data: bytes = self._store.get(key)
             if self._store.add(f"{key}/readers", 1) == self.world_size - 1:
@@ -236,22 +342,24 @@ class StoreExchange(Exchange):
         """See `Exchange`. Rank 0, whose process may host the store, waits a moment for ranks that have not read the
         last answer yet."""
         self.obstacles.close()
-        if self.rank or not self._answers:
+        if self.rank or not self._keys or self._is_gone:
             return
-        last = [_message(self._round - 1, rank) for rank in range(1, self.world_size)]
+        last, readers = self._ballot(self._round - 1), len(self._present)
         with contextlib.suppress(RuntimeError):
             poll(
-                lambda: not any(self._store.check([key]) for key in last) or None,
+                lambda: self._store.add(last.read, 0) % SILENT >= readers or None,
                 waiter=self._waiter,
                 timeout_s=min(_FAREWELL_S, self._timeout_s),
-                longest_s=_PAUSE_S,
+                longest_s=_SHORT_S,
             )
-            self._remove_answers()
-        self._answers.clear()
+            for key in (*self._texts, *map(last.wake, self._present), *(key for _, key in self._keys)):
+                self._store.delete_key(key)
+        self._keys, self._texts = [], ()
 
 
-def exchange_of_group(group: dist.ProcessGroup | None, *, timeout_s: float) -> Exchange:
-    """Return the exchange between the ranks of ``group`` (None: all ranks of the job), whatever its backend is."""
+def exchange_of_group(group: dist.ProcessGroup | None, *, timeout_s: float, node: str = "") -> Exchange:
+    """Return the exchange between the ranks of ``group`` (None: all ranks of the job), whatever its backend is.
+    ``node``: see `StoreExchange`."""
     ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
     if len(ranks) == 1:
         return Exchange()
@@ -261,15 +369,16 @@ def exchange_of_group(group: dist.ProcessGroup | None, *, timeout_s: float) -> E
         rank=dist.get_rank(group),
         world_size=len(ranks),
         timeout_s=timeout_s,
+        node=node,
     )
 
 
-def _message(number: int, rank: int) -> str:
-    return f"{number}/{rank}"
-
-
-def _answer(number: int) -> str:
-    return f"{number}/answer"
+def _can_block(store: Store) -> bool:
+    """Return whether waits block in the store: not so in a file, at which torch looks a hundred times a second, and in
+    torch before 2.8, which cannot open a second connection."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return hasattr(store, "clone") and not isinstance(store, dist.FileStore)  # type: ignore[attr-defined]
 
 
 def _set(store: Store, key: str, data: bytes) -> None:
@@ -280,8 +389,3 @@ def _put_once(store: Store, key: str, data: bytes) -> bytes:
     """Set a key that has no value, and return its value, which another rank may have set before."""
     found: bytes = store.compare_set(key, "", data)  # type: ignore[arg-type]
     return found
-
-
-def _checked(store: Store, key: str) -> bool | None:
-    """Return True if there is a value of that key, else None."""
-    return store.check([key]) or None

@@ -16,32 +16,29 @@ import os
 import select
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lakeckpt.errors import LakeckptError, MissingRanksError, SaveFailed, SaveRefused
 from lakeckpt.tracking.notes import error_to_text, save_error
-from lakeckpt.tracking.tally import Tally
 
 __all__ = [
     "ABORTED",
     "FAILED",
     "LATE",
     "LEFT",
-    "PROCESS",
     "STOPPED",
     "JobObstacles",
     "Notes",
     "Obstacle",
     "Obstacles",
+    "own_node",
     "own_process",
 ]
 
 FAILED, STOPPED, LEFT, ABORTED, LATE = "failed", "stopped", "left", "aborted", "late"
-PROCESS = "process"
-"""The fact of a rank that names its process."""
 _MOST_BYTES = 4000
 
 
@@ -175,12 +172,11 @@ class JobObstacles(Obstacles):
         self._watched: dict[int, int] = {}  # pidfd → rank
         self._close = weakref.finalize(self, _close_all, self._watched)
 
-    def watch(self, stated: Tally) -> None:
-        """Watch the processes of other ranks on this node; ``stated`` has the `own_process` of all ranks."""
-        node = _node()
-        for text, ranks in stated.facts[PROCESS].items():
+    def watch(self, processes: Mapping[int, str]) -> None:
+        """Watch the processes of other ranks on this node; ``processes``: rank → its `own_process`."""
+        node = own_node()
+        for other, text in processes.items():
             where, _, pid = text.rpartition(" ")
-            (other, _), *_ = ranks.pairs()
             if where == node and node and other != self._rank:
                 with suppress(AttributeError, OSError):  # no pidfds, or no more descriptors for this process
                     self._watched[os.pidfd_open(int(pid))] = other
@@ -246,19 +242,19 @@ class JobObstacles(Obstacles):
 
 
 def own_process() -> str:
-    """Return the fact that names this process to the other ranks."""
-    return f"{_node()} {os.getpid()}"
+    """Return the text that names this process to the other ranks."""
+    return f"{own_node()} {os.getpid()}"
 
 
-def _close_all(watched: dict[int, int]) -> None:
-    while watched:
-        os.close(watched.popitem()[0])
-
-
-def _node() -> str:
-    """Return an identity of this boot of this machine and of the process namespace; empty where it is not known."""
+def own_node() -> str:
+    """Return an identity of this boot of this machine and of the process namespace; empty if it is not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return ""
+
+
+def _close_all(watched: dict[int, int]) -> None:
+    while watched:
+        os.close(watched.popitem()[0])

@@ -9,10 +9,10 @@ The module imports without torch and starts no threads. All ranks call `Rounds.e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lakeckpt.errors import LakeckptError, TrackingError
+from lakeckpt.errors import TrackingError
 from lakeckpt.tracking.notes import error_from_text, error_to_text
 from lakeckpt.tracking.tally import Tally
 from lakeckpt.wire.documents import from_plain, to_plain
@@ -35,25 +35,35 @@ class Rounds:
 
         Raises, on every rank, `MissingRanksError` naming the ranks that are gone or did not answer within the timeout.
         """
+        return self.answered(facts, lambda tally: tally)
+
+    def answered(self, facts: Mapping[str, str], answer: Callable[[Tally], Tally]) -> Tally:
+        """Return, on every rank, what ``answer`` makes of the ``facts`` of all ranks on rank 0. What it raises there is
+        raised on all. Raises as `everyone` does."""
         number = self._next_round()
         if self.world_size == 1:
-            return Tally.of([facts])
+            return answer(Tally.of([facts]))
         if self.rank:
-            self._send(number, facts_to_bytes(facts))
+            self._send(number, facts_to_bytes(facts) if facts else b"")
             return self._await_answer(number)
         try:
             tally = Tally.of([facts, *self._collect(number)])
         except TrackingError as error:
             self._answer(number, answer_to_bytes(error))
             raise
-        return tally_from_bytes(self._answer(number, answer_to_bytes(tally)))
+        try:
+            found = answer_to_bytes(answer(tally))
+        except Exception as error:
+            self._answer(number, answer_to_bytes(error))
+            raise
+        return tally_from_bytes(self._answer(number, found))
 
     def _next_round(self) -> int:
         self._round += 1
         return self._round - 1
 
     def _send(self, number: int, data: bytes) -> None:
-        """Send ``data`` to rank 0, without waiting for it. Called on the other ranks."""
+        """Send ``data`` (empty: no facts) to rank 0, without waiting for it. Called on the other ranks."""
         raise NotImplementedError
 
     def _collect(self, number: int) -> Sequence[Mapping[str, str]]:
@@ -83,13 +93,16 @@ def facts_to_bytes(facts: Mapping[str, str]) -> bytes:
 
 
 def facts_from_bytes(data: bytes) -> Mapping[str, str]:
-    """Return the facts that `facts_to_bytes` made ``data`` of. Raises `WireError` for anything else."""
+    """Return the facts that `facts_to_bytes` made ``data`` of; none if it is empty. Raises `WireError` for anything
+    else."""
+    if not data:
+        return {}
     plain = loads(data, kind="facts", supported=_VERSION)
     facts: Mapping[str, str] = from_plain(Mapping[str, str], plain, "the facts of a rank")
     return facts
 
 
-def answer_to_bytes(answer: Tally | LakeckptError) -> bytes:
+def answer_to_bytes(answer: Tally | Exception) -> bytes:
     """Return the answer of a round as a message."""
     found = _Answer(tally=answer) if isinstance(answer, Tally) else _Answer(error=error_to_text(answer))
     return dumps(to_plain(found), kind="answer", version=_VERSION)

@@ -16,7 +16,6 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaLayout
 from lakeckpt.checkpoint.arena.slices import SlicePlan, plan_slices
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.manifest import Begin
 from lakeckpt.checkpoint.format.parts import RANDOM
@@ -24,6 +23,7 @@ from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.lake.storage.base import Storage
+from lakeckpt.recovery.facts import CutId
 from lakeckpt.tracking.waiting import Waiter
 from tests.patience import PATIENCE_S
 

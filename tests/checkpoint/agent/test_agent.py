@@ -476,16 +476,25 @@ def test_an_agent_that_is_superseded_makes_no_final_save_and_leaves_the_memory_t
     assert [info.steps for info in ArenaFolder(node.arenas).found()] == [(3,)]
 
 
-def test_an_agent_that_cannot_serve_its_trainer_says_why_when_it_begins(node: Node) -> None:
-    with pytest.raises(AgentError, match=r"cannot work for this trainer: .*a URL of a store looks like"):
-        AgentLink(replace(node.begin(), uri="s3://"))
+def test_an_agent_that_cannot_serve_its_trainer_says_why_at_the_next_step_after_it_has_begun(node: Node) -> None:
+    link = AgentLink(replace(node.begin(), uri="s3://"))
+    pid = link.pid
+    assert ended(pid)
+    link.order(Order(step=1, number=0))
+    for _ in range(2):
+        with pytest.raises(AgentError, match=r"cannot work for this trainer: .*a URL of a store looks like"):
+            link.outcomes()
+    link.close(well=True)
+    assert link.pid is None
     assert "a URL of a store looks like" in node.log()
 
 
 def test_an_agent_of_another_release_is_refused_by_both_sides(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders_module, "__version__", "9.9")
+    link = node.link()
+    assert ended(link.pid)
     with pytest.raises(AgentError, match=r"lakeckpt 9\.9 got a message of lakeckpt .*Start the job again"):
-        node.link()
+        link.outcomes()
     assert "got a message of lakeckpt 9.9: another release was installed" in node.log()
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.agent.rig import DIGEST, fill, make_arena
 from tests.checkpoint.rig import MemoryStorage
 

@@ -21,6 +21,7 @@ from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.errors import ArenaError, StorageError
 from lakeckpt.lake.storage.base import Buffer, Storage
+from lakeckpt.recovery.facts import CutId
 from lakeckpt.tracking.obstacles import FAILED, Obstacle
 from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.agent.rig import SETTINGS, Desk, begin, content, fill, make_arena, take_checksums
@@ -624,9 +625,11 @@ def test_a_save_that_fails_is_dropped_for_a_newer_one(tmp_path: Path) -> None:
     assert committed(storage) == [7]
 
 
-@pytest.mark.parametrize(("recorded", "expected"), [((3, 3), 5), ((3, 4), 5), ((3, 5), None)])
-def test_no_cut_is_persisted_that_is_no_newer_than_what_any_rank_knows_committed(
-    recorded: tuple[int, int], expected: int | None
+@pytest.mark.parametrize(
+    ("recorded", "differs", "expected"), [((3, 3), 0, 5), ((3, 4), 0, 5), ((3, 5), 0, None), ((3, 3), 5, 4)]
+)
+def test_no_cut_is_persisted_that_is_no_newer_than_what_any_rank_knows_committed_or_that_differs_on_ranks(
+    recorded: tuple[int, int], differs: int, expected: int | None
 ) -> None:
     storage = MemoryStorage()
     waiter = EventWaiter(storage)
@@ -635,7 +638,10 @@ def test_no_cut_is_persisted_that_is_no_newer_than_what_any_rank_knows_committed
         return agree_on_final_save(
             storage,
             7,
-            [(4, 5), (5, 6)][rank],
+            {
+                CutId(attempt=7, step=step): bytes([rank if step == differs else 9]) * 16
+                for step in [(4, 5), (4, 5, 6)][rank]
+            },
             recorded[rank],
             rank=rank,
             world_size=2,

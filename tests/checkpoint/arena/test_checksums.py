@@ -14,7 +14,7 @@ from lakeckpt.checkpoint.arena.checksums import look_over
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
-from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.recovery.facts import CutId
 
 SIZE = 3 * LEAF_BYTES + 77
 LAYOUT = ArenaLayout(

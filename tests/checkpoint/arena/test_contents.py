@@ -20,8 +20,8 @@ from lakeckpt.checkpoint.arena.slices import plan_slices
 from lakeckpt.checkpoint.format import digests
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import ArenaDamaged, WireError
+from lakeckpt.recovery.facts import CutId
 from lakeckpt.wire.envelope import dumps
 
 SPECS = [

@@ -10,7 +10,7 @@ from typing import Any
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.bubbles.gate import BubbleGate
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.bubbles.moved import moved_bytes, urgent_bytes
 from tests.checkpoint.capturing.reading import CUT, IDENTITY
 from tests.checkpoint.capturing.stamped import Stamped, Stamper, check_stamps

@@ -15,8 +15,8 @@ from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import CaptureWarning
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, steps_in, tensor_bytes
 

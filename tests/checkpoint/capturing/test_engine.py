@@ -23,7 +23,6 @@ from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture import copier
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.moves import Issued, Moves
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import (
     ArenaDamaged,
     ArenaError,
@@ -33,6 +32,7 @@ from lakeckpt.errors import (
     UnannouncedChange,
     UnsupportedValue,
 )
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of, steps_in
 from tests.patience import PATIENCE_S
 
@@ -770,10 +770,10 @@ def test_an_arena_that_somebody_removed_is_made_anew_and_that_is_told(
     assert cut(engine, 3) and engine.wait() == 3, "told once"
 
 
-def test_memory_that_the_run_left_on_another_number_of_ranks_gives_way(
-    made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+def test_memory_that_the_run_left_on_another_number_of_ranks_gives_way_to_two_newer_cuts(
+    made: Made, folder: ArenaFolder
 ) -> None:
-    """An attempt has begun since: nothing goes on from it. What another run left is not its own."""
+    """Another rank may be a cut behind, and have nothing else to go on from. What another run left is not its own."""
     job, another = Job(), b"another run's id"
     more = replace(IDENTITY, world=IDENTITY.world + 2)
     for identity in (more, replace(more, rank=1), replace(IDENTITY, run=another)):
@@ -784,12 +784,29 @@ def test_memory_that_the_run_left_on_another_number_of_ranks_gives_way(
     assert cut(lives, 1, must=True)
     lives.wait()
     engine = made(job.objects)
-    for step in (2, 3):
+    for step, arenas in ((2, 5), (3, 3)):
         job.step()
-        assert cut(engine, step, must=True)
-    engine.wait()
+        assert cut(engine, step, must=True) and engine.wait() == step
+        assert len(folder.found()) == arenas
     left = [(one.identity.run == another, one.identity.rank, one.steps) for one in folder.found() if one.identity]
     assert sorted(left) == [(False, 0, (3, 2)), (False, 2, (1,)), (True, 0, (1,))]
+
+
+def test_memory_of_another_number_of_ranks_gives_way_at_once_if_there_is_no_other_room(
+    made: Made, folder: ArenaFolder
+) -> None:
+    class Full(ArenaFolder):
+        def create(self, layout: Any) -> Any:
+            if self.found():
+                raise ArenaError("no room is free")
+            return super().create(layout)
+
+    job = Job()
+    other = made(job.objects, identity=replace(IDENTITY, world=IDENTITY.world + 1))
+    assert cut(other, 1, must=True)
+    other.close()
+    engine = made(job.objects, folder=Full(folder.path))
+    assert cut(engine, 2, must=True) and engine.wait() == 2 and steps_in(folder) == [2]
 
 
 def test_an_arena_that_another_process_fills_is_not_taken(made: Made, folder: ArenaFolder) -> None:

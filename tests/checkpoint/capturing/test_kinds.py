@@ -16,7 +16,7 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.capturing.reading import CUT, IDENTITY, assert_same, kept_state, state_of
 from tests.checkpoint.rig import MemoryStorage
 from tests.checkpoint.seams import manager_with

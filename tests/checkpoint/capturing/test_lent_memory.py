@@ -9,7 +9,7 @@ import torch
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.capturing.reading import CUT, IDENTITY
 
 

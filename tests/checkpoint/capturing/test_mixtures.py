@@ -28,8 +28,8 @@ from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.links import CopyBatch
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import SaveFailed, UnannouncedChange
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.capturing.device import Device, LinkedEngine, SimulatedLink
 from tests.checkpoint.capturing.reading import CUT, IDENTITY
 from tests.checkpoint.capturing.stamped import Stamped, Stamper, check_stamps

@@ -10,7 +10,7 @@ import torch
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.capturing.reading import CUT, assert_same, kept_state, state_of
 from tests.checkpoint.test_sharded import begin, fsdp
 from tests.tracking.processes import run_processes

@@ -28,7 +28,6 @@ import torch
 from lakeckpt.checkpoint.agent import process
 from lakeckpt.checkpoint.agent.leftovers import kept_in, reclaim
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.interop.run_state import RunState
 from lakeckpt.checkpoint.ledger.verify import verify
@@ -36,6 +35,7 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import LOG
 from lakeckpt.errors import ArenaDamaged
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.agent.test_agent import ended
 from tests.checkpoint.capturing.stamped import Own, check_stamps
 from tests.checkpoint.kills.points import MOST_RANKS, Doom, Notes, Points, agent, trainer

@@ -16,10 +16,10 @@ from lakeckpt.checkpoint.arena.checksums import look_over
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.format.digests import short_digest
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import ArenaDamaged, ArenaError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.recovery.facts import CutId
 
 __all__ = ["Generations", "digest_of_place", "digest_of_run", "identity_of"]
 
@@ -83,7 +83,7 @@ class Generations:
     def cuts(self) -> dict[CutId, bytes]:
         """Return the cuts of the complete generations, with their digests, as `hold` finds them."""
         arena = self._arena()
-        return {} if arena is None else {record.cut: record.digest for record in reversed(arena.complete())}
+        return {} if arena is None else arena.cuts()
 
     def look_over(self, goes_on: Callable[[], bool]) -> None:
         """Take the checksums of the newest generation, if nobody has: `lakeckpt.checkpoint.arena.checksums`."""

@@ -1,9 +1,9 @@
 """This module starts the agent of a trainer, and exchanges messages with it on pipes.
 
-`AgentLink` waits for the agent when it is made, and in `wait`; else it never blocks training: messages are queued until
-the pipe has room. An agent that ends early (killed for memory, say) takes its pending orders with it: the link reports
-them as failed at the next call, and starts another agent at the next order. The link starts no threads. Imports without
-torch.
+`AgentLink` waits for the agent in `wait`; else it never blocks training: messages are queued until the agent has
+started, and the pipe has room. An agent that ends early (killed for memory, say) takes its pending orders with it: the
+link reports them as failed at the next call, and starts another agent at the next order. The link starts no threads.
+Imports without torch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -26,8 +27,8 @@ from lakeckpt.checkpoint.agent.orders import (
     Message,
     Order,
     Outcome,
-    Ready,
     TableDocuments,
+    Unable,
     message_from_bytes,
     message_to_bytes,
 )
@@ -36,12 +37,14 @@ from lakeckpt.errors import AgentError, ArenaError, SaveFailed, WireError
 from lakeckpt.tracking.obstacles import Obstacle
 from lakeckpt.tracking.waiting import SystemWaiter
 
-__all__ = ["LINGER_S", "AgentLink"]
+__all__ = ["IGNORED", "LINGER_S", "AgentLink"]
+
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""The signals that do not end an agent."""
 
 LINGER_S = 900.0
 """How much longer than a save the final save waits for other ranks: a NCCL watchdog ends a trainer after ten
 minutes."""
-_START_S = 60.0
 _BYE_S = 5.0
 _LOOK_S = 1.0
 """How often the process itself is looked at: the end of its pipe does not show if a fork has a copy of the pipe."""
@@ -54,7 +57,6 @@ class _Child:
     process: subprocess.Popen[bytes]
     orders: Connection
     outcomes: Connection
-    is_ready: bool = False
     looked_s: float = 0.0
     """When `has_ended` asked the system last."""
 
@@ -93,13 +95,14 @@ class AgentLink:
         self._process = os.getpid()
         self._child: _Child | None = None
         self._lost = ""  # why there is no agent
+        self._starts = 0
+        self._unable = ""  # why the first agent cannot serve this trainer
         self._pending: set[tuple[int, int]] = set()
         self._got: list[Outcome] = []
         self._unsent: deque[Message] = deque()
         self._documents = TableDocuments(data={})
         self._obstacles: list[Obstacle] = []
         self._start()
-        self._wait_until_ready()
 
     @property
     def pid(self) -> int | None:
@@ -109,7 +112,7 @@ class AgentLink:
     def order(self, order: Order, /) -> None:
         """Hand a cut over. An agent that is missing is an outcome, never an error here."""
         self._look()
-        if self._child is None:
+        if self._child is None and not self._unable:
             self._start_again()
         self._pending.add((order.step, order.number))
         if self._child is None:
@@ -128,8 +131,11 @@ class AgentLink:
         self._send(obstacle)
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcomes since the last call, without waiting."""
+        """Return the outcomes since the last call, without waiting. Raises `AgentError` if the agent has started, and
+        cannot serve this trainer."""
         self._look()
+        if self._unable:
+            raise AgentError(self._unable)
         found, self._got = self._got, []
         return found
 
@@ -148,7 +154,7 @@ class AgentLink:
         if os.getpid() != self._process:
             return
         self._look()
-        if well and self._child is None:
+        if well and self._child is None and not self._unable:
             self._start_again()  # the arena is to be removed
         self._send(Bye(well=well))
         waiter = SystemWaiter()
@@ -187,6 +193,7 @@ class AgentLink:
             if trainer >= 0:
                 os.close(trainer)
         self._child = _Child(process=process, orders=orders, outcomes=outcomes)
+        self._starts += 1
         self._send(replace(self._begin, attempt=replace(self._begin.attempt, pending={})))
         self._send(self._documents)
         for obstacle in self._obstacles:
@@ -199,18 +206,6 @@ class AgentLink:
         except AgentError as error:
             self._lost = str(error)
 
-    def _wait_until_ready(self) -> None:
-        waiter = SystemWaiter()
-        until_s = waiter.now() + _START_S
-        while (child := self._child) is not None and not child.is_ready and waiter.now() < until_s:
-            child.outcomes.poll(_LOOK_S)
-            self._look()
-        if child is None:
-            raise AgentError(self._lost)
-        if not child.is_ready:
-            self._end()
-            raise AgentError(f"the agent does not answer within {_START_S:g} s of being started: see {self._log!r}")
-
     def _look(self) -> None:
         """Read what the agent has sent, send what is to be sent, and find out whether the agent lives."""
         child = self._child
@@ -220,23 +215,30 @@ class AgentLink:
         self._flush()
         try:
             while _can(child.outcomes, select.POLLIN):
-                self._receive(child, message_from_bytes(child.outcomes.recv_bytes()))
+                self._receive(message_from_bytes(child.outcomes.recv_bytes()))
         except EOFError:
             has_ended = True
         except (OSError, WireError, AgentError) as error:
             self._lost = self._lost or f"the agent's messages cannot be read: {error}"
+            if isinstance(error, AgentError):
+                self._refuse()
             has_ended = True
         if has_ended:
             self._lose(child)
 
-    def _receive(self, child: _Child, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         if isinstance(message, Outcome):
             self._pending.discard((message.step, message.number))
             self._got.append(message)
-        elif isinstance(message, Ready):
-            child.is_ready = not message.kind
-            if message.kind:
-                self._lost = f"the agent cannot work for this trainer: {message.text}"
+        elif isinstance(message, Unable):
+            self._lost = f"the agent cannot work for this trainer: {message.text}"
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """The agent cannot serve this trainer. If others have served it before, its saves fail, and training goes
+        on."""
+        if self._starts == 1:
+            self._unable = self._lost
 
     def _lose(self, child: _Child) -> None:
         """The agent has ended, and its pending orders have failed."""
@@ -287,16 +289,20 @@ def _can(pipe: Connection, what: int, timeout_s: float = 0.0) -> bool:
 def _spawned(
     python: str, orders: Connection, outcomes: Connection, *, trainer: int, log: int
 ) -> subprocess.Popen[bytes]:
-    """Start the process, which imports what this process imports."""
-    return subprocess.Popen(
-        [python, "-P", "-m", "lakeckpt.checkpoint.agent", str(trainer)],
-        stdin=orders.fileno(),
-        stdout=outcomes.fileno(),
-        stderr=log,
-        pass_fds=() if trainer < 0 else (trainer,),
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": _imported_from()},
-    )
+    """Start the process, which imports what this process imports. Signals are blocked until it ignores them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED)
+    try:
+        return subprocess.Popen(
+            [python, "-P", "-m", "lakeckpt.checkpoint.agent", str(trainer)],
+            stdin=orders.fileno(),
+            stdout=outcomes.fileno(),
+            stderr=log,
+            pass_fds=() if trainer < 0 else (trainer,),
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": _imported_from()},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _is_over(pid: int) -> bool:

@@ -1,8 +1,9 @@
 """This module defines the messages between a trainer and its agent, and their bytes on a pipe.
 
 The trainer sends `Hello` first, then `TableDocuments`, `Order` and each `Obstacle`, and `Bye` at the end. The agent
-answers `Hello` with `Ready` and each order with an `Outcome`. A message is a document of ``wire`` that names the
-release of lakeckpt that wrote it: both ends must be of one release. Nothing is unpickled. Imports without torch.
+answers each order with an `Outcome`; if it cannot serve the trainer, it sends `Unable` and ends. A message is a
+document of ``wire`` that names the release of lakeckpt that wrote it: both ends must be of one release. Nothing is
+unpickled. Imports without torch.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ __all__ = [
     "Message",
     "Order",
     "Outcome",
-    "Ready",
     "TableDocuments",
+    "Unable",
     "message_from_bytes",
     "message_to_bytes",
 ]
@@ -58,11 +59,11 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """The agent serves its trainer; or ``kind`` and ``text`` of the error for which it cannot."""
+class Unable:
+    """The agent cannot serve its trainer: ``kind`` and ``text`` of the error."""
 
-    kind: str = ""
-    text: str = ""
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +110,9 @@ class Bye:
     well: bool = True
 
 
-Message = Hello | Ready | TableDocuments | Order | Obstacle | Outcome | Bye
+Message = Hello | Unable | TableDocuments | Order | Obstacle | Outcome | Bye
 _TYPES: dict[str, type[Message]] = {
-    one.__name__: one for one in (Hello, Ready, TableDocuments, Order, Obstacle, Outcome, Bye)
+    one.__name__: one for one in (Hello, Unable, TableDocuments, Order, Obstacle, Outcome, Bye)
 }
 
 

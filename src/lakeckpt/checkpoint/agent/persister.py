@@ -340,7 +340,7 @@ class Persister:
         step = agree_on_final_save(
             self._storage,
             attempt.number,
-            self._generations.steps(attempt.number),
+            {cut: digest for cut, digest in self._generations.cuts().items() if cut.attempt == attempt.number},
             attempt.recorded,
             rank=self.rank,
             world_size=self.world_size,

@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
-from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Ready, message_from_bytes, message_to_bytes
+from lakeckpt.checkpoint.agent.link import IGNORED
+from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Unable, message_from_bytes, message_to_bytes
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.persist.log import LOG
@@ -34,13 +35,12 @@ __all__ = ["main"]
 
 _DEATH_S = 5.0
 """How long the agent waits for the end of a trainer that has closed its pipe: its locks on the arena end with it."""
-_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(trainer: int) -> int:
     """Be an agent, to its end. ``trainer`` is a pidfd of the trainer, or -1. Returns 0, or 1 if this trainer cannot be
     served."""
-    for one in _IGNORED:
+    for one in IGNORED:
         signal.signal(one, signal.SIG_IGN)
     orders, outcomes = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -62,7 +62,7 @@ def main(trainer: int) -> int:
         expect_folder(storage, LOG)
     except LakeckptError as error:
         _log(f"{name} cannot be served: {error.kind}: {error}")
-        report(Ready(kind=error.kind, text=str(error)))
+        report(Unable(kind=error.kind, text=str(error)))
         return 1
     identity = identity_of(begin.digest, rank=begin.rank, world_size=begin.world_size)
     generations = Generations(ArenaFolder(begin.arenas), identity)
@@ -79,7 +79,6 @@ def main(trainer: int) -> int:
         linger_s=begin.linger_s,
     )
     threading.Thread(target=_serve, args=(messages, persister, name), name="lakeckpt-orders", daemon=True).start()
-    report(Ready())
     persister.run()
     _log(f"{name}: {_tidied(persister, generations)}; ends")
     return 0

@@ -12,5 +12,6 @@
                                                      ^
                                     agent → [checksums]: taken behind the copy
 
+    [holdings]: which cuts a node holds, and whose shares of them.
     [markers]: a launcher's job has begun a run at a place.
 """

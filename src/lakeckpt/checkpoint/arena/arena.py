@@ -28,8 +28,8 @@ from lakeckpt.checkpoint.arena.filling import Filling, checksum
 from lakeckpt.checkpoint.arena.layout import SUPERBLOCK_BYTES, ArenaLayout, DataChecksums, GenerationRecord
 from lakeckpt.checkpoint.arena.locks import FileLocks
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import ArenaDamaged, ArenaError, WireError
+from lakeckpt.recovery.facts import CutId
 
 __all__ = ["Arena", "HeldGeneration"]
 
@@ -108,6 +108,13 @@ class Arena:
         at."""
         found = [record for _, record in self._records()]
         return sorted(found, key=_age, reverse=True)
+
+    def cuts(self) -> dict[CutId, bytes]:
+        """Return the cuts of the complete generations with their digests, as `hold` finds them, the newest first."""
+        found: dict[CutId, bytes] = {}
+        for record in self.complete():
+            found.setdefault(record.cut, record.digest)
+        return found
 
     @contextmanager
     def hold(self, cut: CutId | None = None, *, step: int | None = None) -> Iterator[HeldGeneration | None]:

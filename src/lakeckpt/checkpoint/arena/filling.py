@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import xxhash
 
 from lakeckpt.checkpoint.arena.layout import ArenaLayout, GenerationRecord
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.errors import ArenaDamaged
+from lakeckpt.recovery.facts import CutId
 
 __all__ = ["Filling", "checksum"]
 

@@ -4,9 +4,9 @@ By default the folder is ``/dev/shm/lakeckpt-<user id>``: host memory that outli
 that lie in files, for nodes that are short of memory. The folder is 0700 and the user's, each arena 0600. Nothing is
 opened through a link, and a folder or file that does not look so is refused.
 
-A rank of a run has one arena in a folder, ``<digest of the run>.<rank>.arena``. The memory of an arena is allocated
-when it is made: a page that is missing later would end the process. The file gets its name when the arena is whole
-(``O_TMPFILE``), so that a process that is killed meanwhile leaves nothing.
+A rank of a run has one arena in a folder for each number of ranks, ``<digest of the run>.<rank>-of-<ranks>.arena``. The
+memory of an arena is allocated when it is made: a page that is missing later would end the process. The file gets its
+name when the arena is whole (``O_TMPFILE``), so that a process that is killed meanwhile leaves nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.errors import ArenaDamaged, ArenaError
 from lakeckpt.reading.memory import available_bytes
+from lakeckpt.recovery.facts import CutId
 
 __all__ = ["ArenaFolder", "ArenaInfo"]
 
@@ -37,7 +38,8 @@ _NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaInfo:
-    """An arena that was found: whose it is, its size, whether its trainer lives, its complete steps, newest first.
+    """An arena that was found: whose it is, its size, whether its trainer lives, the steps of its complete generations,
+    and their cuts with digests, the newest first. A cut may have been captured twice.
 
     ``problem``: why it cannot be read; then all but the name and the size are unknown.
     """
@@ -47,6 +49,7 @@ class ArenaInfo:
     identity: ArenaIdentity | None = None
     is_filled: bool = False
     steps: tuple[int, ...] = ()
+    cuts: Mapping[CutId, bytes] = field(default_factory=dict)
     problem: str | None = None
 
 
@@ -67,8 +70,8 @@ class ArenaFolder:
             pass
 
     def name_of(self, identity: ArenaIdentity) -> str:
-        """Return the name of the arena of a rank of a run, whatever the number of ranks."""
-        return f"{identity.run.hex()}.{identity.rank}{_SUFFIX}"
+        """Return the name of the arena of a rank of a run."""
+        return f"{identity.run.hex()}.{identity.rank}-of-{identity.world}{_SUFFIX}"
 
     def create(self, layout: ArenaLayout) -> Arena:
         """Make an arena in the place of the one that its rank has, and open it to be filled.
@@ -185,6 +188,7 @@ class ArenaFolder:
                     identity=arena.layout.identity,
                     is_filled=arena.is_filled,
                     steps=tuple(record.cut.step for record in arena.complete()),
+                    cuts=arena.cuts(),
                 )
         except FileNotFoundError:
             return None

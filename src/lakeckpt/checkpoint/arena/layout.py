@@ -22,8 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, LEAF_BYTES
-from lakeckpt.checkpoint.format.fields import CutId, Digest
+from lakeckpt.checkpoint.format.fields import Digest
 from lakeckpt.errors import WireDamaged
+from lakeckpt.recovery.facts import CutId
 from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 

@@ -17,9 +17,9 @@ from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.capture.plan import CapturePlan
 from lakeckpt.checkpoint.capture.samples import Sample, Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import SaveFailed, UnannouncedChange
+from lakeckpt.recovery.facts import CutId
 
 __all__ = ["Capture", "Copier"]
 

@@ -39,10 +39,10 @@ from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.parts import SiteWaits
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import CaptureWarning, ConfigError, LakeckptError, SaveFailed
+from lakeckpt.recovery.facts import CutId
 
 __all__ = ["CaptureEngine", "warn_of_others"]
 
@@ -345,6 +345,7 @@ class CaptureEngine:
             self._documents_bytes = len(documents)  # the next cut finds that the arena does not fit
             return False
         capture.complete(documents)
+        self._store.completed()
         return True
 
 

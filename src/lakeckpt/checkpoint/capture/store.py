@@ -3,8 +3,8 @@
 `ArenaStore` holds one arena, with the copies of each slice prepared for each generation. To make an arena takes as long
 as to copy all of it, so the copier makes it, beside training. A new arena takes the place of the arena before: if a
 state has outgrown its arena, no cut is in memory until the next one is complete. Arenas that the run has left from
-another number of ranks are removed, because no attempt goes on from them. An arena whose file was removed by others is
-made again.
+another number of ranks stay until two newer cuts are complete here, as another rank may be a cut behind, or until their
+room is needed. An arena whose file was removed by others is made again.
 
 Only the copier calls the store, except for `ready`. The module starts no threads.
 """
@@ -20,6 +20,7 @@ import torch
 
 from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.holdings import remove_other_worlds
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
 from lakeckpt.checkpoint.capture.moves import Links, Moves, early_moves, joined, late_moves
 from lakeckpt.checkpoint.capture.plan import CapturePlan
@@ -55,6 +56,7 @@ class ArenaStore:
     ) -> None:
         self.arena: Arena | None = None
         self._was_removed = False
+        self._has_others = True  # of another number of ranks, perhaps
         self._folder, self._identity, self._step, self._generations = folder, identity, step, generations
         self._joins = joins
         self._memory: torch.Tensor | None = None
@@ -81,8 +83,7 @@ class ArenaStore:
         )
         self._was_removed = self._was_removed or (self.arena is not None and not self.arena.is_there)
         self.close()
-        self._remove_others()
-        self.arena = self._again(layout) or self._folder.create(layout)
+        self.arena = self._again(layout) or self._made(layout)
         self.arena.touch()
         _LOG.info(
             "captures of rank %d take %.2f GiB of memory in %s: %d generations of its state",
@@ -102,13 +103,21 @@ class ArenaStore:
             return _REMOVED
         return _SLOW if len(self._unpin) < len(pinned) else None
 
-    def _remove_others(self) -> None:
-        """Remove the arenas that the run has left on this node from another number of ranks."""
-        for one in self._folder.found():
-            whose = one.identity
-            if whose is not None and whose.run == self._identity.run and whose.world != self._identity.world:
-                with contextlib.suppress(ArenaError):
-                    self._folder.remove(one.name)
+    def _made(self, layout: ArenaLayout) -> Arena:
+        """Return a new arena. Cuts of another number of ranks are removed for it only if there is no other room."""
+        try:
+            return self._folder.create(layout)
+        except ArenaError:
+            if not remove_other_worlds(self._folder, self._identity):
+                raise
+            return self._folder.create(layout)
+
+    def completed(self) -> None:
+        """A generation is complete."""
+        if self._has_others and self.arena is not None and sum(cut.step > self._step for cut in self.arena.cuts()) > 1:
+            self._has_others = False
+            with contextlib.suppress(ArenaError):
+                remove_other_worlds(self._folder, self._identity)
 
     def _again(self, layout: ArenaLayout) -> Arena | None:
         """Return the arena of an earlier process of this rank, without the steps that the history no longer holds; None

@@ -1,4 +1,4 @@
-"""This module defines the types of fields that several documents of a checkpoint have: cuts, ranks and digests.
+"""This module defines the types of fields that several documents of a checkpoint have: ranks and digests.
 
 `Ranks` are ranges of ranks, with the few functions that join and ask them. `lakeckpt.wire.documents` compares types
 when a document is read. The values are trusted: the bytes of a document have passed their checksum.
@@ -7,48 +7,17 @@ when a document is read. The values are trusted: the bytes of a document have pa
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from lakeckpt.errors import WireDamaged
-from lakeckpt.wire.documents import Count, as_row
 
-__all__ = ["CutId", "Digest", "Ranks", "fields_of", "holds", "joined", "ranges"]
+__all__ = ["Digest", "Ranks", "fields_of", "holds", "joined", "ranges"]
 
 
 Ranks: TypeAlias = tuple[tuple[int, int], ...]
 """Half-open ranges of ranks, sorted and apart."""
 Digest: TypeAlias = bytes
 """A digest of 16 bytes."""
-
-
-@as_row
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutId:
-    """A cut: the state after optimizer step ``step``, as ``attempt`` had it. An attempt that goes on from a cut of a
-    step may have another cut of that step."""
-
-    attempt: Count
-    step: Count
-
-    @property
-    def age(self) -> tuple[int, int]:
-        """The key that orders cuts from old to new."""
-        return self.step, self.attempt
-
-    def to_text(self) -> str:
-        """For messages between ranks.
-
-        >>> CutId(attempt=3, step=70).to_text()
-        '3:70'
-        """
-        return f"{self.attempt}:{self.step}"
-
-    @classmethod
-    def from_text(cls, text: str) -> CutId:
-        """Return the cut from a text of `to_text`."""
-        attempt, _, step = text.partition(":")
-        return cls(attempt=int(attempt), step=int(step))
 
 
 def fields_of(plain: object, what: str) -> Mapping[str, object]:

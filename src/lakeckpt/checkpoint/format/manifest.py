@@ -18,10 +18,11 @@ from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from lakeckpt.checkpoint.format.fields import CutId, Digest
+from lakeckpt.checkpoint.format.fields import Digest
 from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.parts import SaveId, SiteWaits
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.recovery.facts import CutId
 from lakeckpt.tracking.steps import StepRecord
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain_of, to_plain
 from lakeckpt.wire.envelope import dumps, loads

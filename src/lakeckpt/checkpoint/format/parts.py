@@ -23,10 +23,11 @@ from typing import Any, Literal
 
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
-from lakeckpt.checkpoint.format.fields import CutId, Digest, Ranks
+from lakeckpt.checkpoint.format.fields import Digest, Ranks
 from lakeckpt.checkpoint.format.sharing import Tiling, is_part_key
 from lakeckpt.checkpoint.format.units import UnitId, sum_of, tensor_unit, tree_unit
 from lakeckpt.errors import WireDamaged
+from lakeckpt.recovery.facts import CutId
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from lakeckpt.checkpoint.agent.generations import digest_of_place
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.holdings import holdings_in
 from lakeckpt.checkpoint.arena.markers import marker_at
 from lakeckpt.checkpoint.persist.log import list_slots
 from lakeckpt.errors import ArenaError, StorageError
@@ -73,10 +74,9 @@ def known_here(storage: Storage, folder: ArenaFolder, launchers: Collection[str]
     if marker is not None and set(marker.launchers).isdisjoint(launchers):
         marker = None
     try:
-        arenas = [one for one in folder.found() if one.identity is not None and one.identity.run.startswith(place)]
+        captured = max((one.cut.step for one in holdings_in(folder, place)), default=None)
     except (ArenaError, OSError):
-        arenas = []
-    captured = max((step for one in arenas for step in one.steps), default=None)
+        captured = None
     if marker is None and captured is None:
         return None
     return Known(host=socket.gethostname(), captured=captured, committed=None if marker is None else marker.step)

@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.manifest import Begin, Manifest, Restored
 from lakeckpt.checkpoint.persist.commit import superseded
 from lakeckpt.checkpoint.persist.history import at_work, has_obeyed
@@ -28,6 +27,7 @@ from lakeckpt.checkpoint.restore.from_memory import Offer, where_it_goes_on
 from lakeckpt.checkpoint.restore.run_log import RunLog, before_orders, no_such_step
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, DamageWarning, StorageError
 from lakeckpt.lake.storage.base import Storage, clear_leftovers, expect_folder
+from lakeckpt.recovery.facts import CutId
 
 __all__ = ["Chooser"]
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.manifest import Manifest, ReaderRecord
 from lakeckpt.checkpoint.format.sharing import say_ranks
 from lakeckpt.checkpoint.restore.table_versions import Pins
@@ -31,6 +30,7 @@ from lakeckpt.checkpoint.state.shards import is_sharded, local_of, offsets_of, s
 from lakeckpt.checkpoint.state.tensors import spec_of, tied_key
 from lakeckpt.checkpoint.state.tree import alongside, class_of, flatten, references
 from lakeckpt.errors import CheckpointError, CheckpointMismatch
+from lakeckpt.recovery.facts import CutId
 from lakeckpt.tracking.readers import TrackedReader
 from lakeckpt.wire.envelope import TensorRef
 

@@ -3,30 +3,38 @@
 A trainer that is started again finds the arenas of the one before. A generation in an arena may be restored if it goes
 on from the history of the log: if it is of the attempt that restored or committed last (or is the one that this attempt
 itself went on from), and not older than its newest commit. After a roll-back no generation goes on from the history.
-The newest generation that is complete on all ranks is restored. What was consumed between the commit and the generation
-goes on as pending records, until a commit has it.
+What was consumed between the commit and the generation goes on as pending records, until a commit has it.
 
-`Remembered` finds and reads generations for one rank; ``restorer`` agrees with the other ranks which one is restored.
-If a generation is damaged or does not fit, a checkpoint is restored instead. The module writes nothing, and starts no
-threads.
+`Remembered` states what a node holds, and reads for one rank what `lakeckpt.recovery.decide` has chosen: the rank's own
+share; or one of the same id, if the rank has changed its node; or what it needs of all shares, if another number of
+ranks has captured them. It then takes them apart as it takes the parts of a checkpoint. If a share is damaged or does
+not fit, an older cut or a checkpoint is restored instead. The module writes nothing, and starts no threads.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 
-from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
-from lakeckpt.checkpoint.arena.contents import contents_of
+from lakeckpt.checkpoint.agent.generations import digest_of_run, identity_of
+from lakeckpt.checkpoint.arena.contents import Contents, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.consumed.pending import pending_from_bytes, since
-from lakeckpt.checkpoint.format.fields import CutId
+from lakeckpt.checkpoint.arena.holdings import holdings_in
+from lakeckpt.checkpoint.consumed.pending import PendingRecord, pending_from_bytes, since
+from lakeckpt.checkpoint.consumed.reports import reports_of
+from lakeckpt.checkpoint.format.digests import LEAF_BYTES, digest_of_leaves, short_digest
+from lakeckpt.checkpoint.format.fields import ranges
 from lakeckpt.checkpoint.format.manifest import Manifest, Restored
+from lakeckpt.checkpoint.format.parts import PartRecord, SaveId, TensorRecord, TreeRecord
 from lakeckpt.checkpoint.restore.compare import Candidate
-from lakeckpt.checkpoint.restore.from_storage import commit_in
-from lakeckpt.checkpoint.state.loaded import loaded_of
-from lakeckpt.errors import ArenaDamaged
+from lakeckpt.checkpoint.restore.from_storage import Selection, commit_in
+from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of
+from lakeckpt.errors import ArenaDamaged, CheckpointMismatch
 from lakeckpt.lake.storage.base import Storage
+from lakeckpt.recovery.decide import Decision
+from lakeckpt.recovery.facts import CutId, Holding
 
 __all__ = ["Offer", "Remembered", "where_it_goes_on"]
 
@@ -87,54 +95,169 @@ class Remembered:
         self._folder, self._storage, self._rank, self._world_size = folder, storage, rank, world_size
         self._held = ExitStack()
 
-    def found(self, run: str, offer: Offer) -> dict[CutId, bytes]:
-        """Return the generations of ``run`` on ``offer`` that are complete here, with the digests of their cuts, which
-        are the same on all ranks that were at one cut."""
-        with closing(self._generations(run)) as generations:
-            return {cut: digest for cut, digest in generations.cuts().items() if offer.takes(cut)}
-
-    def _generations(self, run: str) -> Generations:
+    def found(self, run: str, ranks: Sequence[int]) -> tuple[Holding, ...]:
+        """Return what this node holds of ``run``. These ``ranks`` run here. Raises `ArenaError`."""
         digest = digest_of_run(run, self._storage)
-        return Generations(self._folder, identity_of(digest, rank=self._rank, world_size=self._world_size))
+        return holdings_in(self._folder, digest, ranks=ranks, world_size=self._world_size)
 
-    def recall(self, run: str, cut: CutId, *, slot: int | None) -> Candidate:
-        """Read the generation of ``cut``, which goes on from the commit in ``slot``, and lock it until `release`.
+    def recall(self, run: str, decision: Decision, *, slot: int | None) -> Candidate:
+        """Read what was decided, which goes on from the commit in ``slot``, and lock it until `release`.
 
         If ``slot`` is None, no commit could replace a generation that turns out to be damaged while it is copied. Then
         all of it is verified here, and once more as it is copied. Tensors are verified only if the agent has taken the
         generation's checksums. Raises `ArenaDamaged`, `WireError` and `CheckpointDamaged` if it is not what was
-        written.
+        written, and `CheckpointMismatch` if this number of ranks cannot take it.
         """
         self.release()
+        cut = decision.cut
+        assert cut is not None
         manifest = None if slot is None else commit_in(self._storage, slot)
         recorded = 0 if manifest is None else manifest.step
-        generations = self._generations(run)
-        self._held.callback(generations.close)
-        held = self._held.enter_context(generations.hold(cut))
-        if held is None:
-            raise ArenaDamaged(f"step {cut.step} of attempt {cut.attempt} is not in memory any more")
-        contents = contents_of(held)
-        if manifest is None:
+        shares = self._shares(run, decision, cut)
+        for contents in shares.values() if manifest is None else ():
             contents.verify()
-        every = {name: pending_from_bytes(data) for name, data in contents.documents.readers.items()}
-        loaded = loaded_of(
-            contents.documents.trees,
-            specs=contents.specs,
-            source=contents,
-            what=f"step {cut.step} in memory",
-        )
+        every = _readers_of(shares.values())
         done = cut.step == recorded
         return Candidate(
             manifest=manifest,
             captured=cut,
-            is_checked=contents.checksums is not None,
+            is_checked=all(contents.checksums is not None for contents in shares.values()),
             step=cut.step,
             readers={name: pending[-1].record for name, pending in every.items() if pending},
             pending={name: () if done else since(pending, recorded) for name, pending in every.items()},
-            loaded=loaded,
+            loaded=self._loaded(decision, cut, shares, every),
         )
 
+    def _shares(self, run: str, decision: Decision, cut: CutId) -> dict[int, Contents]:
+        """Hold the shares to read: rank → its share."""
+        digest, found = digest_of_run(run, self._storage), dict[int, Contents]()
+        held = {
+            rank
+            for one in holdings_in(self._folder, digest)
+            if (one.cut, one.digest, one.world) == (cut, decision.digest, decision.world)
+            for rank in one.ranks
+        }
+        for rank in decision.shares_of(self._rank, self._world_size, held):
+            name = self._folder.name_of(identity_of(digest, rank=rank, world_size=decision.world))
+            with suppress(FileNotFoundError):
+                arena = self._held.enter_context(self._folder.open(name))
+                if (share := self._held.enter_context(arena.hold(cut))) is not None:
+                    found[rank] = contents_of(share)
+        is_divided = decision.world != self._world_size and not decision.is_alike
+        if not found or (is_divided and len(found) < decision.world):
+            raise ArenaDamaged(f"step {cut.step} of attempt {cut.attempt} is not in memory any more")
+        return found
+
+    def _loaded(
+        self,
+        decision: Decision,
+        cut: CutId,
+        shares: Mapping[int, Contents],
+        readers: Mapping[str, Sequence[PendingRecord]],
+    ) -> Loaded:
+        what = f"step {cut.step} in memory"
+        if decision.world == self._world_size:
+            ((whose, contents),) = shares.items()
+            own = loaded_of(contents.documents.trees, specs=contents.specs, source=contents, what=what)
+            return own if whose == self._rank else replace(own, random=None)
+        if several := sorted(reports_of(readers)):
+            raise CheckpointMismatch(
+                f"the places of {', '.join(map(repr, several))} depend on the data, and each of {decision.world} ranks "
+                f"has its own: from memory, {self._world_size} ranks cannot go on from them"
+            )
+        spare = next(iter(shares.values()))  # shares that another node holds are of the same id
+        every = [shares.get(rank, spare) for rank in range(decision.world)]
+        chosen = Selection.of(
+            _parts_of(every, cut), saved_by=decision.world, rank=self._rank, world_size=self._world_size
+        )
+        holders = {key: every[record.ranks[0][0]] for key, record in chosen.records.items()}
+        loaded = chosen.loaded(_Arenas(holders, chosen.records), what=what)
+        return loaded if self._rank in shares else replace(loaded, random=None)
+
     def release(self) -> None:
-        """Unlock the generation that was read: it may be written again."""
+        """Unlock what was read: it may be written again."""
         self._held.close()
         self._held = ExitStack()
+
+
+def _readers_of(shares: Collection[Contents]) -> dict[str, tuple[PendingRecord, ...]]:
+    """Return the pending records of each reader, with the rows that any of the ranks excluded. Raises
+    `CheckpointMismatch` if the ranks recorded anything else that differs."""
+    found: dict[str, tuple[PendingRecord, ...]] = {}
+    for contents in shares:
+        for name, data in contents.documents.readers.items():
+            pending = pending_from_bytes(data)
+            known = found.setdefault(name, pending)
+            if known is pending:
+                continue
+            if _without_excluded(known) != _without_excluded(pending):
+                raise CheckpointMismatch(f"ranks recorded different steps of {name!r}, which only they can go on from")
+            found[name] = tuple(map(_with_excluded, known, pending))
+    return found
+
+
+def _without_excluded(pending: Sequence[PendingRecord]) -> list[PendingRecord]:
+    return [replace(one, record=replace(one.record, excluded=())) for one in pending]
+
+
+def _with_excluded(one: PendingRecord, other: PendingRecord) -> PendingRecord:
+    """Return a record with what both exclude; what several ranks report counts once."""
+    more = tuple(excluded for excluded in other.record.excluded if excluded not in one.record.excluded)
+    return replace(one, record=replace(one.record, excluded=one.record.excluded + more))
+
+
+def _parts_of(every: Sequence[Contents], cut: CutId) -> list[PartRecord]:
+    """Return the shares of all ranks that captured ``cut`` as parts, each unit with the ranks that have it alike."""
+    tensors: defaultdict[tuple[str, bytes], list[int]] = defaultdict(list)
+    trees: defaultdict[tuple[str, bytes], list[int]] = defaultdict(list)
+    for rank, contents in enumerate(every):
+        for key, leaves in contents.leaves().items():
+            tensors[key, digest_of_leaves([leaves])].append(rank)
+        for item, document in contents.documents.trees.items():
+            trees[item, document].append(rank)
+    return [
+        PartRecord(
+            run="",
+            save=SaveId(attempt=cut.attempt, step=cut.step, number=0),
+            rank=rank,
+            world_size=len(every),
+            cut=b"",
+            files=(),
+            tensors=tuple(
+                TensorRecord(spec=contents.specs[key], digest=digest, slabs=(), ranks=ranges(ranks))
+                for (key, digest), ranks in tensors.items()
+                if ranks[0] == rank
+            ),
+            trees=tuple(
+                TreeRecord(item=item, document=document, digest=short_digest(document), ranks=ranges(ranks))
+                for (item, document), ranks in trees.items()
+                if ranks[0] == rank
+            ),
+        )
+        for rank, contents in enumerate(every)
+    ]
+
+
+class _Arenas:
+    """The tensors ``records`` in the shares of several ranks: a `lakeckpt.checkpoint.state.loaded.TensorSource`."""
+
+    __slots__ = ("_holders", "_records")
+
+    def __init__(self, holders: Mapping[str, Contents], records: Mapping[str, TensorRecord]) -> None:
+        self._holders, self._records = holders, records
+
+    def fill(self, into: Mapping[str, memoryview]) -> None:
+        by_share: defaultdict[int, dict[str, memoryview]] = defaultdict(dict)
+        for key, target in into.items():
+            by_share[id(self._holders[key])][key] = target
+        for targets in by_share.values():
+            self._holders[next(iter(targets))].fill(targets)
+
+    def fill_range(self, key: str, start: int, into: memoryview) -> None:
+        self._holders[key].fill_range(key, start, into)
+
+    def unit_bytes(self, key: str) -> int:
+        return LEAF_BYTES
+
+    def same(self, one: str, other: str) -> bool:
+        return self._records[one].digest == self._records[other].digest

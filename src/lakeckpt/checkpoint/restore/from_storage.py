@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TypeVar
 
@@ -36,14 +36,21 @@ from lakeckpt.checkpoint.format.sharing import is_part_key
 from lakeckpt.checkpoint.format.verified_reads import StoredSlab, fetch_part, fetch_register, open_files, read_slabs
 from lakeckpt.checkpoint.persist.log import read_entry, slot_path
 from lakeckpt.checkpoint.restore.compare import Candidate
-from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of, tree_of
+from lakeckpt.checkpoint.state.loaded import Loaded, TensorSource, loaded_of, tree_of
 from lakeckpt.checkpoint.state.random_states import RANDOM
-from lakeckpt.checkpoint.state.rank_differences import Unlike, contents_of, different, refuse_divided, unlike_of
+from lakeckpt.checkpoint.state.rank_differences import (
+    Contents,
+    Unlike,
+    contents_of,
+    different,
+    refuse_divided,
+    unlike_of,
+)
 from lakeckpt.checkpoint.state.wholes import Whole, Wholes
 from lakeckpt.errors import CheckpointDamaged, NewerFormat, WireError
 from lakeckpt.lake.storage.base import Storage
 
-__all__ = ["commit_in", "committed", "fetch_parts", "load", "load_from", "load_own"]
+__all__ = ["Selection", "commit_in", "committed", "fetch_parts", "load", "load_from", "load_own"]
 
 _READ_THREADS = 8
 _Record = TypeVar("_Record", TensorRecord, TreeRecord)
@@ -156,35 +163,68 @@ def load_from(
 ) -> Loaded:
     """Return the state that ``rank`` takes from a checkpoint, as `load` does, from the records of `fetch_parts`."""
     wanted = [_only(part, items) for part in parts]
-    source = rank % manifest.world_size
-    contents = contents_of(wanted)
     try:
-        wholes = Wholes(wanted)
-        divided: dict[str, list[TreeRecord]] = {}
-        if world_size != manifest.world_size:
-            divided = _divided(wanted, manifest.world_size)
-            refuse_divided(contents, manifest.world_size, but=divided.keys())
-            if several := wholes.several():
-                raise Unlike(world_size=manifest.world_size, tensors=several).refusal(sorted(several))
-        composed, records = _of_ranks(wanted, wholes, source, divided)
+        chosen = Selection.of(wanted, saved_by=manifest.world_size, rank=rank, world_size=world_size)
     except CheckpointDamaged as error:
         raise CheckpointDamaged(f"slot {manifest.slot}: {error}") from error
-    stored = _Stored(storage, parts, records.values())
-    loaded = loaded_of(
-        {item: record.document for item, record in _trees_of(wanted, source).items()},
-        specs={key: record.spec for key, record in records.items()},
-        wholes=composed,
-        source=stored,
-        per_rank=different(contents),
-        what=f"slot {manifest.slot}, rank {source}",
-        divided={item: [tree.document for tree in trees] for item, trees in divided.items()},
-    )
-    return replace(
-        loaded,
-        check=partial(stored.open, [key for key in records if not is_part_key(key)]),
-        random=loaded.random if rank < manifest.world_size else None,
-        unlike=None if world_size == manifest.world_size else unlike_of(contents, manifest.world_size),
-    )
+    stored = _Stored(storage, parts, chosen.records.values())
+    loaded = chosen.loaded(stored, what=f"slot {manifest.slot}, rank {rank % manifest.world_size}")
+    return replace(loaded, check=partial(stored.open, [key for key in chosen.records if not is_part_key(key)]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What ``rank`` of ``world_size`` takes from the parts that ``saved_by`` ranks have saved, or captured."""
+
+    parts: Sequence[PartRecord]
+    saved_by: int
+    rank: int
+    world_size: int
+    contents: Contents
+    wholes: Mapping[str, Whole]
+    records: Mapping[str, TensorRecord]
+    """key → the record of each tensor, and of each part of a tensor."""
+    divided: Mapping[str, Sequence[TreeRecord]]
+
+    @classmethod
+    def of(cls, parts: Sequence[PartRecord], *, saved_by: int, rank: int, world_size: int) -> Selection:
+        """Select from ``parts``. Raises `CheckpointDamaged`; `CheckpointMismatch` as `load` does."""
+        contents, wholes = contents_of(parts), Wholes(parts)
+        divided: dict[str, list[TreeRecord]] = {}
+        if world_size != saved_by:
+            divided = _divided(parts, saved_by)
+            refuse_divided(contents, saved_by, but=divided.keys())
+            if several := wholes.several():
+                raise Unlike(world_size=saved_by, tensors=several).refusal(sorted(several))
+        composed, records = _of_ranks(parts, wholes, rank % saved_by, divided)
+        return cls(
+            parts=parts,
+            saved_by=saved_by,
+            rank=rank,
+            world_size=world_size,
+            contents=contents,
+            wholes=composed,
+            records=records,
+            divided=divided,
+        )
+
+    def loaded(self, source: TensorSource, *, what: str) -> Loaded:
+        """Return the state, whose tensors are read from ``source``. Raises `CheckpointDamaged`."""
+        trees = _trees_of(self.parts, self.rank % self.saved_by)
+        loaded = loaded_of(
+            {item: record.document for item, record in trees.items()},
+            specs={key: record.spec for key, record in self.records.items()},
+            wholes=self.wholes,
+            source=source,
+            per_rank=different(self.contents),
+            what=what,
+            divided={item: [tree.document for tree in several] for item, several in self.divided.items()},
+        )
+        return replace(
+            loaded,
+            random=loaded.random if self.rank < self.saved_by else None,
+            unlike=None if self.world_size == self.saved_by else unlike_of(self.contents, self.saved_by),
+        )
 
 
 def _of_ranks(

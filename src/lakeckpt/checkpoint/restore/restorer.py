@@ -11,15 +11,17 @@
    try the checkpoint before; it replaces whatever a damaged one has left.
 5. *Record.* Rank 0 writes what was restored into the log. A job that dies before has changed nothing of the history.
 
-If all ranks still have a newer cut in their nodes' memory (``from_memory``), that is restored instead, in the same
-way; if it is damaged or does not fit, the checkpoint is restored. `lakeckpt.checkpoint.restore.applying` compares and
-applies both. Before the claim, a checkpoint that vanishes while a newer one was committed was removed by the job that
-is alive: that is no damage, and the newer one is chosen.
+If the nodes' memory holds a newer cut that all ranks can read, that is restored instead, in the same way; if it is
+damaged or does not fit, an older cut or the checkpoint is restored. One rank of each node states what the memory holds,
+and rank 0 decides (`lakeckpt.recovery.decide`). `lakeckpt.checkpoint.restore.applying` compares and applies both.
+Before the claim, a checkpoint that vanishes while a newer one was committed was removed by the job that is alive: that
+is no damage, and the newer one is chosen.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -30,7 +32,6 @@ from typing import Any
 import torch
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.format.fields import CutId
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
@@ -44,7 +45,10 @@ from lakeckpt.checkpoint.restore.table_versions import openings_at
 from lakeckpt.checkpoint.state.random_states import derive_random, restore_random
 from lakeckpt.errors import ArenaError, CheckpointDamaged, DamageWarning
 from lakeckpt.lake.storage.base import Storage, expect_folder
+from lakeckpt.recovery.decide import Decision, decide
+from lakeckpt.recovery.facts import CutId, Holding, NodeFacts
 from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.tally import Tally
 
 __all__ = ["RestoreReport", "Restorer"]
 
@@ -58,8 +62,10 @@ _MIXED = "the modules and optimizers hold a mixture of states now: build them an
 _UNSEEN = (
     "rank {} cannot look at what its node's memory holds, so all ranks restore a checkpoint, perhaps an older one: {}"
 )
-_Which = tuple[int | None, CutId | None]
-"""The slot of a checkpoint (None: none yet), and the cut in memory that goes on from it, if that is restored."""
+_FACTS, _DECISION = "what a node holds", "decision"
+_Which = tuple[int | None, Decision | None]
+"""The slot of a checkpoint (None: none yet), and what was decided of the cut in memory that goes on from it, if that is
+restored."""
 _NOTHING: _Which = (None, None)
 
 
@@ -83,13 +89,15 @@ class RestoreReport:
     """Units (``tensor:…``, ``tree:…``) whose contents differed between ranks. On the same number of ranks these are
     units of this rank; replicas of a part of a tensor that have diverged may be missing. After a change of the world
     size, rank r takes the units of the old rank r, and a new rank takes those of the old rank r mod W."""
+    passed_over: tuple[str, ...] = ()
+    """The cuts in memory that are newer than what was restored, and why each was passed over."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """reader → why the rest of its epoch was skipped: its table version is gone (``on_version_gone="next_epoch"``)."""
 
 
 class Restorer:
-    """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, where all
-    ranks give it and have something newer there than what was committed. Objects named in ``allow_missing`` keep the
+    """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, which all
+    ranks give or none, if it holds something newer than what was committed. Objects named in ``allow_missing`` keep the
     state that they have, where what is restored does not hold them. ``step``: see `Chooser`."""
 
     def __init__(
@@ -110,7 +118,8 @@ class Restorer:
             storage, world_size=world_size, speaker=rank == 0, step=step, objects=objects, clock=clock
         )
         self._memory = None if arenas is None else Remembered(arenas, storage, rank=rank, world_size=world_size)
-        self._unfit: set[CutId] = set()
+        self._unfit: dict[CutId, str] = {}
+        self._passed_over: dict[CutId, str] = {}
         self._applying = Applying(storage, exchange, objects, allow_missing=allow_missing, advice=_ADVICE, mixed=_MIXED)
         self._all = self._applying.all
         self._compared: tuple[_Which, Candidate | None] = _NOTHING, None  # its reader states are loaded
@@ -161,26 +170,47 @@ class Restorer:
     # --- choosing
 
     def _which(self, choice: Mapping[str, str]) -> _Which:
-        """Return rank 0's ``choice``, and the newest cut that goes on from it and that all ranks have in memory."""
+        """Return rank 0's ``choice``, and what it decides of the cuts that go on from it in the memory of all nodes."""
         slot = None if choice["slot"] == "none" else int(choice["slot"])
-        if not choice["offer"]:
+        if not choice["offer"] or self._memory is None:
             return slot, None
-        mine: dict[CutId, bytes] = {}
-        if self._memory is not None:
-            try:
-                mine = self._memory.found(choice["run"], Offer.from_text(choice["offer"]))
-            except (ArenaError, OSError) as error:
-                warnings.warn(_UNSEEN.format(self._exchange.rank, error), DamageWarning, stacklevel=6)
-        text = " ".join(sorted(f"{one.to_text()}={cut.hex()}" for one, cut in mine.items()))
-        every = self._exchange.everyone({"memory": text}).facts["memory"]
-        common = set.intersection(*(set(text.split()) for text in every))
-        cuts = {CutId.from_text(one.partition("=")[0]) for one in common} - self._unfit
-        return slot, max(cuts, key=lambda one: one.age, default=None)
+        exchange, facts = self._exchange, dict[str, str]()
+        if exchange.rank == exchange.neighbours[0]:
+            node = NodeFacts(
+                node=socket.gethostname(), ranks=tuple(exchange.neighbours), holdings=self._holdings(choice["run"])
+            )
+            facts[_FACTS] = node.to_text()
+        decided = exchange.answered(facts, partial(self._decide, Offer.from_text(choice["offer"])))
+        decision = Decision.from_text(decided.value(_DECISION))
+        self._passed_over |= dict(decision.passed_over)
+        return slot, None if decision.cut is None else decision
+
+    def _holdings(self, run: str) -> tuple[Holding, ...]:
+        """Return what the memory of this node holds of the run; nothing, with a warning, if it cannot be looked at."""
+        assert self._memory is not None
+        try:
+            return self._memory.found(run, self._exchange.neighbours)
+        except (ArenaError, OSError) as error:
+            warnings.warn(_UNSEEN.format(self._exchange.rank, error), DamageWarning, stacklevel=7)
+            return ()
+
+    def _decide(self, offer: Offer, facts: Tally) -> Tally:
+        """Decide on rank 0, from the facts of all nodes."""
+        nodes = [NodeFacts.from_text(text) for text in facts.facts.get(_FACTS, ())]
+        decision = decide(
+            nodes,
+            world_size=self._exchange.world_size,
+            takes=offer.takes,
+            recorded=offer.least,
+            unfit=self._unfit,
+        )
+        return Tally.of([{_DECISION: decision.to_text()}])
 
     def _pass_over(self, which: _Which, unusable: Unusable) -> None:
         """Report what is damaged, and do not choose it again; do neither if a newer commit has removed it."""
         self._compared = _NOTHING, None
-        slot, captured = which
+        slot, decision = which
+        captured = None if decision is None else decision.cut
         if captured is None and self._all.ask_rank_0(self._overtaken)["overtaken"]:
             return
         for text in unusable.damaged:
@@ -192,7 +222,7 @@ class Restorer:
             self._chooser.report(Damage(path=path, reason=reason))
         if captured is not None:
             self._chooser.pass_over(captured, unusable.unfit)
-            self._unfit.add(captured)
+            self._unfit[captured] = str(unusable)
 
     def _overtaken(self) -> dict[str, str]:
         return {"overtaken": "yes" if self._chooser.has_grown() else ""}
@@ -210,10 +240,10 @@ class Restorer:
                 self._compared = which, self._applying.compare(read, of_memory=which[1] is not None)
         return self._compared[1]
 
-    def _read(self, run: str, slot: int | None, captured: CutId | None) -> Candidate:
-        if captured is not None:
+    def _read(self, run: str, slot: int | None, decision: Decision | None) -> Candidate:
+        if decision is not None:
             assert self._memory is not None
-            return self._memory.recall(run, captured, slot=slot)
+            return self._memory.recall(run, decision, slot=slot)
         assert slot is not None
         return committed(self._storage, slot, rank=self._exchange.rank, world_size=self._exchange.world_size)
 
@@ -256,9 +286,19 @@ class Restorer:
             attempt=begun,
             damaged=tuple(self._chooser.damaged.values()),
             per_rank=() if chosen is None else chosen.loaded.per_rank,
+            passed_over=self._newer_than(chosen),
             skipped=skipped,
         )
         return 0 if chosen is None else chosen.step, attempt, report
+
+    def _newer_than(self, chosen: Candidate | None) -> tuple[str, ...]:
+        """Return which newer cuts in memory were passed over, the newest first, and why."""
+        done = 0 if chosen is None else chosen.step
+        every = sorted(self._passed_over.items(), key=lambda one: one[0].age, reverse=True)
+        found = tuple(f"step {cut.step} of attempt {cut.attempt}: {why}" for cut, why in every if cut.step > done)
+        for text in found if self._exchange.rank == 0 else ():
+            _LOG.info("a newer cut in memory was passed over: %s", text)
+        return found
 
     def _go_on(self, attempt: Attempt, chosen: Candidate) -> None:
         """Let the attempt, and the random states of this process, go on from what was restored."""
@@ -266,6 +306,8 @@ class Restorer:
         if (manifest := chosen.manifest) is not None:
             attempt.parent, attempt.seed, attempt.recorded = manifest.slot, manifest.seed, manifest.step
         if chosen.loaded.random is None:
+            if chosen.captured is not None:
+                _LOG.info("rank %d derives its random states: no rank of its number ran here", self._exchange.rank)
             derive_random(attempt.seed, chosen.step, self._exchange.rank)
         else:
             restore_random(chosen.loaded.random)

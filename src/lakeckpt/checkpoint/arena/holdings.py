@@ -1,0 +1,75 @@
+"""This module lists what a node's memory holds of a run: which cuts, and whose shares of each cut.
+
+A share is what one rank has captured of a cut. Its id is a digest of its tensors, of its documents without the random
+states, and of its records of readers: shares of one id restore the same state. To compute ids, documents are read, and
+the checksums of the data must have been taken; so ids are computed only if a rank may read a share that another rank
+has captured. The module writes nothing but `remove_other_worlds`. Imports without torch, and starts no threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Collection
+
+from lakeckpt.checkpoint.arena.contents import contents_of
+from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.format.digests import short_digest
+from lakeckpt.checkpoint.format.parts import RANDOM
+from lakeckpt.errors import ArenaDamaged, ArenaError
+from lakeckpt.recovery.facts import UNKNOWN, CutId, Holding
+
+__all__ = ["holdings_in", "remove_other_worlds"]
+
+
+def holdings_in(
+    folder: ArenaFolder, run: bytes, *, ranks: Collection[int] = (), world_size: int = 0
+) -> tuple[Holding, ...]:
+    """Return what ``folder`` holds of the run with this digest, or whose digest begins so, the newest cut first.
+
+    ``ranks`` of ``world_size`` run here now: the ids of shares are computed if others have captured them; 0: they are
+    not computed. Raises `ArenaError` if the arenas cannot be looked at.
+    """
+    found: defaultdict[tuple[CutId, bytes, int], dict[int, ArenaInfo]] = defaultdict(dict)
+    whose: set[int] = set()  # the ranks of a job of as many ranks that have arenas here
+    for info in folder.found():
+        if info.identity is not None and info.identity.run.startswith(run):
+            whose |= {info.identity.rank} if info.identity.world == world_size else set()
+            for cut, digest in info.cuts.items():
+                found[cut, digest, info.identity.world][info.identity.rank] = info
+    every = []
+    for (cut, digest, world), arenas in sorted(found.items(), key=lambda one: one[0][0].age, reverse=True):
+        is_own = not world_size or (world == world_size and whose == set(ranks))
+        shares = b"" if is_own else b"".join(_share_id(folder, arenas[rank], cut) for rank in sorted(arenas))
+        every.append(Holding(cut=cut, digest=digest, world=world, ranks=tuple(sorted(arenas)), shares=shares))
+    return tuple(every)
+
+
+def _share_id(folder: ArenaFolder, info: ArenaInfo, cut: CutId) -> bytes:
+    """Return the id of the share of ``cut`` in an arena; `UNKNOWN` if it has no checksums, or cannot be read."""
+    with (
+        contextlib.suppress(ArenaDamaged, FileNotFoundError),
+        folder.open(info.name) as arena,
+        arena.hold(cut) as held,
+    ):
+        if held is not None and (contents := contents_of(held)).checksums is not None:
+            documents = contents.documents
+            named = [*sorted(documents.trees.items()), *sorted(documents.readers.items())]
+            parts = [part for name, document in named if name != RANDOM for part in (name.encode(), document)]
+            return short_digest(documents.table.document, contents.checksums, *parts)
+    return UNKNOWN
+
+
+def remove_other_worlds(folder: ArenaFolder, identity: ArenaIdentity) -> bool:
+    """Remove the arenas that the run of ``identity`` has left here from other numbers of ranks, and that nobody fills.
+    Return whether there were any."""
+    found = [
+        info.name
+        for info in folder.found()
+        if info.identity is not None and info.identity.run == identity.run and info.identity.world != identity.world
+    ]
+    for name in found:
+        with contextlib.suppress(ArenaError):
+            folder.remove(name)
+    return bool(found)

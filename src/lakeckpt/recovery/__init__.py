@@ -1,0 +1,9 @@
+"""This package decides what a job goes on from after a fault: values and pure functions, without torch or I/O.
+
+::
+
+    each node's [facts]: which cuts its memory holds → [decide]: the cut, where each rank reads it, why not a newer one
+
+`lakeckpt.checkpoint.restore` collects the facts of all nodes and restores what was decided; the agents of a job decide
+in the same way which cut their final save persists.
+"""
