@@ -21,6 +21,7 @@ COMPUTED = "<computed>"
 # Imports run downward only: from a larger number to a smaller one, or inside one package.
 LEVELS = {
     "errors": 0,
+    "cached": 0,
     "counters": 0,
     "versions": 0,
     "progress": 0,
@@ -53,6 +54,7 @@ SIDEWAYS = {
 }
 THIRD_PARTY = {
     "errors": set(),
+    "cached": set(),
     "counters": set(),
     "versions": set(),
     "progress": {"rich"},

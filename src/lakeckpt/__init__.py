@@ -12,7 +12,7 @@ The public names load when first used, so that ``import lakeckpt`` and the commi
     what lasts is written by [wire/]. [errors]: all errors. [counters] → [metrics/]. [progress]: long work is shown.
 
     commands: [cli/], [demo/]. Public modules: [convert], [dcp], [bubbles], [testing/], [integrations/].
-    [versions]: the libraries that are installed fit.
+    [versions]: the libraries that are installed fit. [cached]: values that are computed once, also beside a fork.
 """
 
 from __future__ import annotations

@@ -14,5 +14,4 @@
                                               [consumption] → the positions that were consumed between two states
 
     what a training loop was given between its steps → [read_ahead] → whether something reads ahead of the loop
-    [cached]: values that are computed once, also beside a fork
 """

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.cached import cached_property
+from lakeckpt.cached import cached_property
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import Tail, lane_bounds

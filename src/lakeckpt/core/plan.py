@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.cached import cached_property
+from lakeckpt.cached import cached_property
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Begun, EpochDeal, Left, Rest, inside
 from lakeckpt.core.order import EpochLayout, OrderSpec

@@ -20,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.cached import cached_property
+from lakeckpt.cached import cached_property
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.order import EpochLayout, OrderSpec, Window

@@ -13,8 +13,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lakeckpt.cached import cached_property
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest, ReaderRecord, Stretch
-from lakeckpt.core.cached import cached_property
 from lakeckpt.core.consumption import consumption
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.state import State

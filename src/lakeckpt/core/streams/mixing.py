@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.cached import cached_property
+from lakeckpt.cached import cached_property
 from lakeckpt.core.streams.turns import CARRIED, MOST_ROWS_OFF, Turns
 from lakeckpt.wire.documents import Count, as_row
 

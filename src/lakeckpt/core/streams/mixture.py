@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from lakeckpt.core.cached import cached_property
+from lakeckpt.cached import cached_property
 from lakeckpt.core.changes import check_whole, dealt_anew, opening, replan, unread, without
 from lakeckpt.core.identity import Identity, Mixing
 from lakeckpt.core.intervals import Intervals

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.cached import cached_property
+from lakeckpt.cached import cached_property
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.lanes import Left, Rest, spans_of, turns
 from lakeckpt.core.order import lane_bounds

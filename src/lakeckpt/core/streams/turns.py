@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lakeckpt.core.cached import cached_property
+from lakeckpt.cached import cached_property
 from lakeckpt.core.hashing import derive_key, hash64
 
 __all__ = ["CARRIED", "MOST_ROWS_OFF", "Turns"]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lakeckpt.core.cached import cached_property
+from lakeckpt.cached import cached_property
 from lakeckpt.core.changes import moved, part_of
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.receipts import EPOCH_NUMBERS

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from lakeckpt.core.cached import cached_property
+from lakeckpt.cached import cached_property
 from tests.patience import PATIENCE_S
 
 
