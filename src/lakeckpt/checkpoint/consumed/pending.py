@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lakeckpt.cached import cached_property
 from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.core.consumption import consumption
 from lakeckpt.core.intervals import Intervals
@@ -32,12 +33,14 @@ __all__ = [
     "unstated",
 ]
 
-_KIND, _VERSION = "pending", (1, 0)
+_KIND, _RECORD, _VERSION = "pending", "pending-record", (1, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PendingRecord:
-    """The consumption of one reader from the cut after optimizer step ``first`` to the cut after ``step``."""
+    """The consumption of one reader from the cut after optimizer step ``first`` to the cut after ``step``.
+
+    Every cut writes all records since the newest commit, so a record keeps its document."""
 
     first: int
     step: int
@@ -46,6 +49,11 @@ class PendingRecord:
     def __post_init__(self) -> None:
         if not 0 <= self.first <= self.step:
             raise WireDamaged(f"a pending record goes from step {self.first} to {self.step}")
+
+    @cached_property
+    def document(self) -> bytes:
+        """The record as `pending_to_bytes` writes it."""
+        return dumps(to_plain(self), kind=_RECORD, version=_VERSION, compress=True)
 
 
 def positions(begin: State, end: State) -> Mapping[int, Intervals]:
@@ -105,11 +113,17 @@ def joined(reader: str, pending: Sequence[PendingRecord], announced: Collection[
 
 def pending_to_bytes(pending: Sequence[PendingRecord]) -> bytes:
     """Return the document of the pending records of one reader."""
-    return dumps(to_plain(tuple(pending), tuple[PendingRecord, ...]), kind=_KIND, version=_VERSION, compress=True)
+    return dumps([one.document for one in pending], kind=_KIND, version=_VERSION)
 
 
 def pending_from_bytes(data: bytes) -> tuple[PendingRecord, ...]:
     """Return the pending records of a document. `WireError`."""
-    plain = loads(data, kind=_KIND, supported=_VERSION)
-    found: tuple[PendingRecord, ...] = from_plain(tuple[PendingRecord, ...], plain, "the pending records of a reader")
+    documents = loads(data, kind=_KIND, supported=_VERSION)
+    every: tuple[bytes, ...] = from_plain(tuple[bytes, ...], documents, "the pending records of a reader")
+    return tuple(_record(one) for one in every)
+
+
+def _record(document: bytes) -> PendingRecord:
+    plain = loads(document, kind=_RECORD, supported=_VERSION)
+    found: PendingRecord = from_plain(PendingRecord, plain, "a pending record")
     return found
