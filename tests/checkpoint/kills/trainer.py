@@ -170,7 +170,7 @@ class Trainer:
             return None, None
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{self.meet}", rank=self.rank, world_size=self.ranks)
-        exchange = exchange_of_group(None, timeout_s=20.0)  # a rank that was killed is waited for
+        exchange = exchange_of_group(None, timeout_s=20.0, node=str(self.arenas))  # a killed rank is waited for
         return init_device_mesh("cpu", (self.ranks,)), exchange
 
     def _with_others(self) -> None:
