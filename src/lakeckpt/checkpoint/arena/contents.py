@@ -6,6 +6,7 @@
     table      a document of its own: key, dtype, shape and place of every tensor. The same for all cuts of a plan, so
                that it is made once
     readers    name → the record of a reader at the cut, opaque here
+    frozen     key → how often a tensor that captures may skip was changed, as torch counts it; only if none was skipped
 
 `GenerationDocuments` writes and reads them. `contents_of` joins them with the data of a generation that is held:
 `Contents` verifies tensors, and copies them to where they belong. Tensors are verified only if somebody has taken the
@@ -89,6 +90,7 @@ class GenerationDocuments:
     trees: Mapping[str, bytes]
     table: TensorTable
     readers: Mapping[str, bytes] = field(default_factory=dict)
+    frozen: Mapping[str, Count] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the document of a generation."""

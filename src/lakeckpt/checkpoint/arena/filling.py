@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from lakeckpt.checkpoint.arena.layout import ArenaLayout, GenerationRecord
+from lakeckpt.checkpoint.arena.layout import ArenaLayout, GenerationRecord, KeptLeaves
 from lakeckpt.errors import ArenaDamaged
 from lakeckpt.recovery.facts import CutId
 
@@ -44,9 +44,11 @@ class Filling:
         at = self.layout.data_at(self.number)
         return self.memory[at : at + self.layout.data_bytes]
 
-    def complete(self, cut: CutId, *, digest: bytes, documents: bytes) -> GenerationRecord:
+    def complete(
+        self, cut: CutId, *, digest: bytes, documents: bytes, kept: KeptLeaves | None = None
+    ) -> GenerationRecord:
         """Make the generation the complete one of ``cut``, which has this ``digest`` (16 bytes). Nobody writes to its
-        data any more.
+        data any more. ``kept``: the leaves that lay there before.
 
         Raises `ArenaDamaged` if ``documents`` are larger than the arena has room for, and abandons the generation.
         """
@@ -63,6 +65,7 @@ class Filling:
             digest=digest,
             documents_bytes=len(documents),
             documents_checksum=checksum(documents),
+            kept=kept,
         )
         data = record.to_bytes()
         assert len(data) <= self.layout.record_room, "its fields are of a few bytes"

@@ -28,7 +28,7 @@ from lakeckpt.recovery.facts import CutId
 from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["ArenaIdentity", "ArenaLayout", "DataChecksums", "GenerationRecord"]
+__all__ = ["ArenaIdentity", "ArenaLayout", "DataChecksums", "GenerationRecord", "KeptLeaves"]
 
 PAGE = 4096
 SUPERBLOCK_BYTES = 4 * PAGE
@@ -117,14 +117,25 @@ class ArenaLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptLeaves:
+    """Leaves of a generation's data that its capture did not write, as they were there: ``ranges`` (first, stop) of
+    their numbers. They are as they were when the generation of the sequence number ``since`` was complete."""
+
+    since: Count
+    ranges: tuple[tuple[Count, Count], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRecord:
-    """The record that makes a generation complete. ``digest``: of the cut (16 bytes), the same on every rank."""
+    """The record that makes a generation complete. ``digest``: of the cut (16 bytes), the same on every rank.
+    ``kept``: the leaves that lay there before; None if all were written."""
 
     sequence: Count
     cut: CutId
     digest: bytes
     documents_bytes: Count
     documents_checksum: bytes
+    kept: KeptLeaves | None = None
 
     def to_bytes(self) -> bytes:
         """Return the record, behind its length."""

@@ -5,22 +5,23 @@ To take a large state dict apart costs milliseconds, and at almost every cut the
 holds references to all of them, because a new object could get the address of an old one. torch compares tensors in C.
 
 A module or an optimizer is *plain* if nothing but its dicts contributes to its state dict: no hook, no method of its
-own, and in an optimizer's state nothing but tensors. `memory_of` finds the memory that optimizer steps change. The
-module copies nothing and starts no threads.
+own, and in an optimizer's state nothing but tensors. `memory_of` finds the memory that optimizer steps change, and the
+parameters that they do not change. The module copies nothing and starts no threads.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
-__all__ = ["StateWatch", "address_of", "memory_of", "watch_of"]
+__all__ = ["Memory", "StateWatch", "address_of", "memory_of", "watch_of"]
 
 _MOST = 1000
 _NO_HOLDERS = (torch.Tensor, type, str, bytes, int, float, FunctionType, MethodType, ModuleType)
@@ -119,22 +120,40 @@ def address_of(tensor: torch.Tensor) -> int:
     return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
 
 
-def memory_of(one: object) -> frozenset[int]:
-    """Return the addresses of all parameters of modules and all states of optimizers that ``one`` is or holds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The addresses of all parameters of modules and all states of optimizers that an object is or holds.
+
+    ``trained``: those of parameters that need a gradient, that an optimizer has, or that share their memory with
+    others. ``frozen``: address → the parameter, for parameters of modules that need no gradient.
+    """
+
+    every: frozenset[int] = frozenset()
+    trained: frozenset[int] = frozenset()
+    frozen: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+def memory_of(one: object) -> Memory:
+    """Return the memory of all parameters of modules and all states of optimizers that ``one`` is or holds.
 
     It looks into attributes, lists, tuples and dicts, and stops after a thousand objects: wrappers
     hold the objects that they wrap nearby.
     """
-    found: set[int] = set()
+    trained: set[int] = {0}
+    frozen: dict[int, torch.Tensor] = {}
     for part in _modules_and_optimizers(one):
         if isinstance(part, torch.nn.Module):
-            found.update(map(address_of, part.parameters()))
+            for parameter in part.parameters():
+                address = address_of(parameter)
+                if parameter.requires_grad or frozen.setdefault(address, parameter) is not parameter:
+                    trained.add(address)
         else:
-            found.update(address_of(value) for group in part.param_groups for value in group["params"])
+            trained.update(address_of(value) for group in part.param_groups for value in group["params"])
             states = (state for state in part.state.values() if isinstance(state, dict))
             tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
-            found.update(map(address_of, tensors))
-    return frozenset(found - {0})
+            trained.update(map(address_of, tensors))
+    every = frozenset({*trained, *frozen} - {0})
+    return Memory(every=every, trained=frozenset(trained), frozen=frozen)
 
 
 def _modules_and_optimizers(one: object) -> Iterator[torch.nn.Module | torch.optim.Optimizer]:

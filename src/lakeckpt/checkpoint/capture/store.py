@@ -22,6 +22,7 @@ from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.holdings import remove_other_worlds
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
+from lakeckpt.checkpoint.capture.kept import KeptTensors
 from lakeckpt.checkpoint.capture.moves import Links, Moves, early_moves, joined, late_moves
 from lakeckpt.checkpoint.capture.plan import CapturePlan
 from lakeckpt.errors import ArenaDamaged, ArenaError
@@ -61,7 +62,9 @@ class ArenaStore:
         self._joins = joins
         self._memory: torch.Tensor | None = None
         self._unpin: list[Callable[[], None]] = []
-        self._moves: dict[int, tuple[CapturePlan, Moves, list[Moves]]] = {}
+        self._moves: dict[int, tuple[CapturePlan, Moves, dict[frozenset[str], list[Moves]]]] = {}
+        self.kept = KeptTensors()
+        """The tensors that each generation holds already."""
         self._links: Links = {}
 
     def ready(self, plan: CapturePlan, documents_bytes: int) -> bool:
@@ -137,27 +140,28 @@ class ArenaStore:
             unpin()
         self._unpin, self._memory = [], None
         self._moves.clear()
+        self.kept.clear()
         if self.arena is not None:
             self.arena.close()
             self.arena = None
 
-    def moves(self, plan: CapturePlan, number: int) -> tuple[Moves, list[Moves]]:
-        """Return the copies of the early tensors and of each slice into generation ``number``, made once per plan."""
+    def moves(self, plan: CapturePlan, number: int, skips: frozenset[str] = frozenset()) -> tuple[Moves, list[Moves]]:
+        """Return the copies of the early tensors and of each slice into generation ``number``, made once per plan.
+        Late tensors that ``skips`` names lie there already."""
         assert self.arena is not None and self._memory is not None
         known = self._moves.get(number)
-        if known is not None and known[0] is plan:
-            return known[1:]
         at = self.arena.layout.data_at(number)
         memory = self._memory[at : at + self.arena.layout.data_bytes]
-        late = known[2] if known is not None and known[0].late is plan.late else None
-        found = (
-            plan,
-            early_moves(plan, memory, self._links),
-            self._late(plan, memory) if late is None else late,
-        )
-        self._moves[number] = found
-        return found[1:]
+        if known is None or known[0] is not plan:
+            late = known[2] if known is not None and known[0].late is plan.late else {}
+            self._moves[number] = known = plan, early_moves(plan, memory, self._links), late
+        _, early, late = known
+        if skips not in late:
+            for other in [other for other in late if other]:  # which tensors are frozen has changed
+                del late[other]
+            late[skips] = self._late(plan, memory, skips)
+        return early, late[skips]
 
-    def _late(self, plan: CapturePlan, memory: torch.Tensor) -> list[Moves]:
-        moves = late_moves(plan, memory, self._links)
+    def _late(self, plan: CapturePlan, memory: torch.Tensor, skips: frozenset[str]) -> list[Moves]:
+        moves = late_moves(plan, memory, self._links, skips=skips)
         return joined(moves, most_bytes=_JOINED_BYTES) if self._joins else moves
