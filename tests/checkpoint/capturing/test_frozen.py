@@ -241,6 +241,9 @@ def test_the_memory_of_skipped_tensors_is_not_hashed_again_and_is_verified(
         with agent.hold() as held:
             assert held is not None and held.record.kept is not None
             assert held.checksums() == leaf_digests(held.data, LEAF_BYTES)
+        for _ in range(GENERATIONS):
+            job.capture(must=False)
+            look_over(agent, lambda: True)
         with job.arena() as other, other.hold() as held:
             assert held is not None
             contents = contents_of(held)
