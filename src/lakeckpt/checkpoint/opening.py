@@ -19,6 +19,7 @@ from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.engine import CaptureEngine, warn_of_others
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
+from lakeckpt.checkpoint.node_memory import say_memory
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.sync_save import Saver
@@ -157,14 +158,17 @@ def _open_agent(
             linger_s=LINGER_S,
         )
     )
+    generations = _generations(exchange.world_size)
+    say_memory(objects, place.arenas, identity, exchange, generations=generations)
     engine = CaptureEngine(
         objects,
         identity,
         folder=place.arenas,
         step=step,
         gate=gate,
-        generations=_generations(exchange.world_size),
+        generations=generations,
         counters=counters,
+        ranks_here=len(exchange.neighbours),
     )
     return engine, agent, Generations(place.arenas, identity)
 

@@ -63,6 +63,7 @@ class CaptureEngine:
         gate: admits slices.
         slice_bytes: the size of slices; default: a size that fits the size of the state.
         counters: count captures, and for how long fences hold up their threads.
+        ranks_here: how many ranks of the run capture into the folder.
 
     One thread calls `cut`, `wait` and `close`. Any thread that is about to change the state calls `fence`.
     """
@@ -80,6 +81,7 @@ class CaptureEngine:
         slice_bytes: int | None = None,
         generations: int = 3,
         counters: RunCounters | None = None,
+        ranks_here: int = 1,
     ) -> None:
         self._counters = RunCounters() if counters is None else counters
         self._gate = Gate() if gate is None else gate
@@ -90,6 +92,7 @@ class CaptureEngine:
             step=step,
             generations=generations,
             joins=slice_bytes is None and not self._gate.paces,
+            ranks_here=ranks_here,
         )
         self._objects = dict(objects)
         self._planner = Planner(self._objects, slice_bytes=slice_bytes)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Memory", "StateWatch", "address_of", "memory_of", "watch_of"]
+__all__ = ["Memory", "StateWatch", "address_of", "memory_of", "parts_of", "watch_of"]
 
 _MOST = 1000
 _NO_HOLDERS = (torch.Tensor, type, str, bytes, int, float, FunctionType, MethodType, ModuleType)
@@ -136,12 +136,11 @@ class Memory:
 def memory_of(one: object) -> Memory:
     """Return the memory of all parameters of modules and all states of optimizers that ``one`` is or holds.
 
-    It looks into attributes, lists, tuples and dicts, and stops after a thousand objects: wrappers
-    hold the objects that they wrap nearby.
+    Looks for them as `parts_of` does.
     """
     trained: set[int] = {0}
     frozen: dict[int, torch.Tensor] = {}
-    for part in _modules_and_optimizers(one):
+    for part in parts_of(one):
         if isinstance(part, torch.nn.Module):
             for parameter in part.parameters():
                 address = address_of(parameter)
@@ -156,7 +155,12 @@ def memory_of(one: object) -> Memory:
     return Memory(every=every, trained=frozenset(trained), frozen=frozen)
 
 
-def _modules_and_optimizers(one: object) -> Iterator[torch.nn.Module | torch.optim.Optimizer]:
+def parts_of(one: object) -> Iterator[torch.nn.Module | torch.optim.Optimizer]:
+    """Yield all modules and optimizers that ``one`` is or holds.
+
+    It looks into attributes, lists, tuples and dicts, and stops after a thousand objects: wrappers
+    hold the objects that they wrap nearby.
+    """
     seen: dict[int, object] = {}
     coming = [one]
     while coming and len(seen) < _MOST:

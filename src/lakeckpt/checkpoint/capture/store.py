@@ -43,7 +43,8 @@ RemoveIPC=no in logind.conf, or another folder for arenas, prevents that"""
 class ArenaStore:
     """The arena of ``identity`` in ``folder``, for a history that goes on after ``step``.
 
-    ``joins``: the copies of adjacent slices of a device may be made together.
+    ``joins``: the copies of adjacent slices of a device may be made together. ``ranks_here``: so many ranks of the run
+    fill arenas in the folder. All of them make their stores before any makes an arena.
     """
 
     def __init__(
@@ -54,12 +55,15 @@ class ArenaStore:
         step: int,
         generations: int = 3,
         joins: bool = False,
+        ranks_here: int = 1,
     ) -> None:
         self.arena: Arena | None = None
         self._was_removed = False
         self._has_others = True  # of another number of ranks, perhaps
         self._folder, self._identity, self._step, self._generations = folder, identity, step, generations
         self._joins = joins
+        self._ranks_here = ranks_here
+        self._room_bytes = folder.room_bytes(identity.run) if ranks_here > 1 else 0
         self._memory: torch.Tensor | None = None
         self._unpin: list[Callable[[], None]] = []
         self._moves: dict[int, tuple[CapturePlan, Moves, dict[frozenset[str], list[Moves]]]] = {}
@@ -107,7 +111,14 @@ class ArenaStore:
         return _SLOW if len(self._unpin) < len(pinned) else None
 
     def _made(self, layout: ArenaLayout) -> Arena:
-        """Return a new arena. Cuts of another number of ranks are removed for it only if there is no other room."""
+        """Return a new arena. Cuts of another number of ranks are removed for it only if there is no other room.
+
+        The first is refused if there is no room for the arenas of all ranks of this node. So all ranks refuse, and none
+        takes memory that the system then takes from others.
+        """
+        if self._ranks_here > 1:
+            self._folder.refuse_without_room(layout, self._room_bytes, ranks=self._ranks_here)
+            self._ranks_here = 1
         try:
             return self._folder.create(layout)
         except ArenaError:
