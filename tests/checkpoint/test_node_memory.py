@@ -15,7 +15,8 @@ from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
-from lakeckpt.checkpoint.node_memory import estimated_bytes, say_memory
+from lakeckpt.checkpoint.capture.state_watch import estimated_bytes
+from lakeckpt.checkpoint.opening import _say_memory
 from lakeckpt.errors import ArenaError
 from lakeckpt.recovery.facts import CutId
 from lakeckpt.tracking.exchange import Exchange
@@ -88,7 +89,7 @@ def test_one_rank_of_a_node_says_it_and_warns_if_it_is_not_there(
     folder, model = ArenaFolder(tmp_path / "arenas"), nn.Linear(1024, 1024)
     for rank in range(4):
         identity = ArenaIdentity(run=b"r" * 16, rank=rank, world=4)
-        say_memory({"model": model}, folder, identity, Node(rank), generations=4)
+        _say_memory({"model": model}, folder, identity, Node(rank), generations=4)
     (found,) = caplog.records
     assert found.levelno == logging.WARNING
     assert found.getMessage().startswith(

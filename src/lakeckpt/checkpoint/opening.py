@@ -6,6 +6,7 @@ captured: `place_of` refuses it.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -15,12 +16,13 @@ from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, id
 from lakeckpt.checkpoint.agent.link import LINGER_S, AgentLink
 from lakeckpt.checkpoint.agent.orders import Hello
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.engine import CaptureEngine, warn_of_others
+from lakeckpt.checkpoint.capture.state_watch import estimated_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
 from lakeckpt.checkpoint.copying.backups import Backup
-from lakeckpt.checkpoint.node_memory import say_memory
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.sync_save import Saver
@@ -30,10 +32,14 @@ from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.tally import name_ranks, ranks_of
 from lakeckpt.tracking.waiting import Waiter
 from lakeckpt.wire.envelope import dumps
 
 __all__ = ["Place", "open_saves", "opened", "place_of"]
+
+
+_LOG = logging.getLogger("lakeckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +170,7 @@ def _open_agent(
         )
     )
     generations = _generations(exchange.world_size)
-    say_memory(objects, place.arenas, identity, exchange, generations=generations)
+    _say_memory(objects, place.arenas, identity, exchange, generations=generations)
     engine = CaptureEngine(
         objects,
         identity,
@@ -176,6 +182,33 @@ def _open_agent(
         ranks_here=len(exchange.neighbours),
     )
     return engine, agent, Generations(place.arenas, identity)
+
+
+def _say_memory(
+    objects: Mapping[str, Any], folder: ArenaFolder, identity: ArenaIdentity, exchange: Exchange, *, generations: int
+) -> None:
+    """Say on one rank of each node how much memory captures take there: a warning if it is not there."""
+    ranks = exchange.neighbours
+    if exchange.rank != ranks[0]:
+        return
+    every = (one.size_bytes for one in folder.found() if one.identity is not None and _is_like(one.identity, identity))
+    size_bytes = max(every, default=0) or generations * estimated_bytes(objects.values())
+    room_bytes = folder.room_bytes(identity.run)
+    _LOG.log(
+        logging.INFO if len(ranks) * size_bytes <= room_bytes else logging.WARNING,
+        "captures of %s take about %.2f GiB of this node's memory, %d generations of %.2f GiB for each rank; %.2f GiB "
+        "are there in %s",
+        name_ranks(ranks_of(ranks)),
+        len(ranks) * size_bytes / 2**30,
+        generations,
+        size_bytes / generations / 2**30,
+        room_bytes / 2**30,
+        folder.path,
+    )
+
+
+def _is_like(one: ArenaIdentity, other: ArenaIdentity) -> bool:
+    return (one.run, one.world) == (other.run, other.world)
 
 
 def _generations(world_size: int) -> int:

@@ -6,7 +6,8 @@ holds references to all of them, because a new object could get the address of a
 
 A module or an optimizer is *plain* if nothing but its dicts contributes to its state dict: no hook, no method of its
 own, and in an optimizer's state nothing but tensors. `memory_of` finds the memory that optimizer steps change, and the
-parameters that they do not change. The module copies nothing and starts no threads.
+parameters that they do not change; `estimated_bytes` estimates it before the first step. The module copies nothing and
+starts no threads.
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Memory", "StateWatch", "address_of", "memory_of", "parts_of", "watch_of"]
+__all__ = ["Memory", "StateWatch", "address_of", "estimated_bytes", "memory_of", "parts_of", "watch_of"]
 
 _MOST = 1000
 _NO_HOLDERS = (torch.Tensor, type, str, bytes, int, float, FunctionType, MethodType, ModuleType)
+_MOMENTS = {"SGD": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1, "Lion": 1, "Muon": 1}
+"""How many tensors of a parameter's size an optimizer keeps for it, but for those that options ask for."""
+_USUAL_MOMENTS = 2
+_OPTIONS = ("momentum", "centered", "amsgrad")
+"""Each makes one more such tensor, if it is not 0 or False."""
+_NO_OPTION = {"Muon": ("momentum",)}
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 """The methods of a module that make its state dict."""
 
@@ -181,3 +188,41 @@ def _held_by(one: object) -> Iterable[object]:
         return one
     own = ("state", "param_groups") if isinstance(one, torch.optim.Optimizer) else ()
     return (value for name, value in getattr(one, "__dict__", {}).items() if name not in own)
+
+
+def estimated_bytes(objects: Iterable[object]) -> int:
+    """Return the bytes of the tensors of all modules and optimizers that ``objects`` are or hold, on this rank."""
+    sizes: dict[tuple[int, int], int] = {}
+    missing = 0
+    parts = {id(part): part for one in objects for part in parts_of(one)}
+    for part in parts.values():
+        if isinstance(part, torch.nn.Module):
+            _count(chain(part.parameters(), part.buffers()), sizes)
+        else:
+            states = (state for state in part.state.values() if isinstance(state, dict))
+            _count((one for state in states for one in state.values() if isinstance(one, torch.Tensor)), sizes)
+            missing += sum(_moments(part, group) * _unmade(part, group) for group in part.param_groups)
+    return sum(sizes.values()) + missing
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def _count(tensors: Iterable[torch.Tensor], sizes: dict[tuple[int, int], int]) -> None:
+    for one in map(_local, tensors):
+        if not torch.nn.parameter.is_lazy(one):
+            sizes[one.data_ptr(), one.nbytes] = one.nbytes
+
+
+def _unmade(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    """Return the bytes of the parameters of a group that are trained and have no state yet."""
+    waits = (one for one in group["params"] if one.requires_grad and not optimizer.state.get(one))
+    return sum(_local(one).nbytes for one in waits if not torch.nn.parameter.is_lazy(one))
+
+
+def _moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    name = type(optimizer).__name__
+    options = [one for one in _OPTIONS if group.get(one) and one not in _NO_OPTION.get(name, ())]
+    return _MOMENTS.get(name, _USUAL_MOMENTS) + len(options)
