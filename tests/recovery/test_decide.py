@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.recovery.decide import Decision, decide
-from lakeckpt.recovery.facts import UNKNOWN, CutId, Holding, NodeFacts
+from lakeckpt.recovery.facts import CutId, Holding, NodeFacts
+from lakeckpt.recovery.shares import UNKNOWN
 
 SHARES = [UNKNOWN, b"a" * 16, b"b" * 16]
 DIGESTS = [b"1" * 16, b"2" * 16]

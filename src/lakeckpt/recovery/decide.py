@@ -20,7 +20,8 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lakeckpt.recovery.facts import UNKNOWN, CutId, Holding, NodeFacts
+from lakeckpt.recovery.facts import CutId, Holding, NodeFacts
+from lakeckpt.recovery.shares import UNKNOWN
 from lakeckpt.tracking.tally import name_ranks, ranks_of
 from lakeckpt.wire.documents import from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads

@@ -18,7 +18,8 @@ from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.parts import RANDOM
 from lakeckpt.errors import ArenaDamaged, ArenaError
-from lakeckpt.recovery.facts import UNKNOWN, CutId, Holding
+from lakeckpt.recovery.facts import CutId, Holding
+from lakeckpt.recovery.shares import UNKNOWN
 
 __all__ = ["holdings_in", "remove_other_worlds"]
 
