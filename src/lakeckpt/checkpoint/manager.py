@@ -60,6 +60,8 @@ class CheckpointManager:
             then a path or URL, not a `Storage`, and ``storage_options`` are plain values: the process opens both again.
             None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
+        peers: None: while a job of several nodes restores, its nodes read from each other's memory what they lack
+            (docs/how-to/several-nodes.md). False: no socket is opened for that.
         bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. Each
             checkpoint records how long ranks waited, and which share of the bytes moved meanwhile.
         keep: which checkpoints keep their data: so many of the newest (int), or a `lakeckpt.Keep` rule. The record of
@@ -93,6 +95,7 @@ class CheckpointManager:
         persist_every: int | timedelta | None = None,
         capture_every: int | None = None,
         arenas: str | PathLike[str] | None = None,
+        peers: Literal[False] | None = None,
         bubbles: Bubbles | None = None,
         keep: int | Keep = 3,
         group: Any = None,
@@ -109,7 +112,7 @@ class CheckpointManager:
     ) -> None:
         self._objects = checked_state(state)
         fail_after_s = check_settings(fail_after, timeout_s)
-        check_capturing(capture_every, arenas, bubbles)
+        check_capturing(capture_every, arenas, bubbles, peers)
         every = interval_of(persist_every)
         self._storage = opened(uri, storage_options)
         node = ArenaFolder(arenas).path
@@ -128,7 +131,8 @@ class CheckpointManager:
         self._preemption = Preemption(
             save_on, self._exchange, lambda: reporter.saved_step, grace_s=grace_s, requeue=requeue
         )
-        given = {"keep": self._settings.keep, "fail_after": fail_after_s, "exclusive": exclusive}
+        self._serves = peers is None
+        given = {"keep": self._settings.keep, "fail_after": fail_after_s, "exclusive": exclusive, "peers": peers}
         self._shared = shared_settings(
             persist_every=str(every), capture_every=capture_every, save_on=self._preemption.names, **given
         )
@@ -193,7 +197,13 @@ class CheckpointManager:
         check_shared(self._exchange, self._shared)
         arenas = None if self._place is None else self._place.arenas
         done, attempt, self._report = Restorer(
-            self._storage, self._exchange, self._objects, step=step, arenas=arenas, allow_missing=missing
+            self._storage,
+            self._exchange,
+            self._objects,
+            step=step,
+            arenas=arenas,
+            allow_missing=missing,
+            serves=self._serves,
         ).restore(self._presence)
         # If one rank cannot begin, none does: the others would wait for it at the first save.
         note_sharing(Together(self._exchange).do(lambda: self._begin(done, attempt)), self._tracks)

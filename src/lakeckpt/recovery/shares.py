@@ -2,9 +2,9 @@
 
 Each rank captures a *share* of every cut. Equal ids are of shares that restore the same state, but for random states:
 under data parallelism each rank holds the whole, and in a mesh as many ranks hold each part as there are replicas.
-Replicas are not assumed, but found: ranks *state* a digest of what they have captured of one cut, and equal digests make
-equal ids. All cuts of one plan of capture have one list. It lies in each generation, so that a node that holds one share
-knows what the whole cut needs. The module is pure: it defines values and their texts.
+Replicas are not assumed, but found: ranks *state* a digest of what they have captured of one cut, and equal digests
+make equal ids. All cuts of one plan of capture have one list. It lies in each generation, so that a node that holds one
+share knows what the whole cut needs. The module is pure: it defines values and their texts.
 """
 
 from __future__ import annotations
