@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -57,11 +58,13 @@ def job(
     own: bool = False,
     skips: int = -1,
     peers: Literal[False] | None = None,
+    in_step: bool = False,
 ) -> list[Came]:
     """Run a rank for each of ``folders``, its node's memory; it dies after so many ``steps``, all captured but
     the first one after an arena was made. ``own``: ranks have buffers of their own. ``skips``: the rank that skips a
-    batch at its second step."""
+    batch at its second step. ``in_step``: no rank is a step ahead of another, as after a collective."""
     waiter, savers = EventWaiter(storage), []
+    barrier = threading.Barrier(len(folders) if in_step else 1)
 
     def body(rank: int, exchange: HubExchange) -> Came:
         objects = objects_of(seed, rank, len(folders), own)
@@ -78,6 +81,7 @@ def job(
             saver.step()
             assert isinstance(saver._saves, Background)
             saver._saves._engine.wait()
+            barrier.wait(PATIENCE_S)
             if number == saves_at:
                 saver.save()
         return Came(step=step, restored=restored, report=saver.restore_report, reached=state_of(objects))

@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.arena.checksums import checked
 from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.filling import checksum
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.peers.wire import Open, Opened, Read, Refused, limit_waits, receive, send, verify
+from lakeckpt.checkpoint.peers.wire import KEY_BYTES, Open, Opened, Read, Refused, limit_waits, receive, send, verify
 from lakeckpt.errors import ArenaError, WireError
 
 __all__ = ["ShareServer", "own_address"]
@@ -85,6 +85,7 @@ class ShareServer:
 
     def admit(self, key: bytes, run: bytes) -> None:
         """Begin to answer those that have the ``key``: they may read the run with this digest. May be called again."""
+        assert len(key) == KEY_BYTES, "anybody could prove to have no key"
         self._key, self._run = key, run
         if self._thread is None:
             self._thread = threading.Thread(target=self._accept, name="lakeckpt-serve", daemon=True)

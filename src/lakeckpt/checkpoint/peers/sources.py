@@ -112,7 +112,9 @@ class Share:
                     raise ArenaDamaged(f"what rank {source.rank} captured has other tensors")
                 return source, found
             except ArenaDamaged as error:
+                self._stack.close()
                 self._give_up(error)
+        self._stack.close()
         raise ArenaDamaged("; ".join(self._wrong) or self._missing)
 
     def _give_up(self, error: ArenaDamaged) -> None:

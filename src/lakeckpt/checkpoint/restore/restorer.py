@@ -328,7 +328,10 @@ class Restorer:
             attempt.parent, attempt.seed, attempt.recorded = manifest.slot, manifest.seed, manifest.step
         if chosen.loaded.random is None:
             if chosen.captured is not None:
-                _LOG.info("rank %d derives its random states: no rank of its number ran here", self._exchange.rank)
+                _LOG.info(
+                    "rank %d derives its random states: those of a rank of its number are not in memory",
+                    self._exchange.rank,
+                )
             derive_random(attempt.seed, chosen.step, self._exchange.rank)
         else:
             restore_random(chosen.loaded.random)

@@ -1,0 +1,58 @@
+"""A node that is lost with its memory costs no step, if other nodes hold what its ranks had captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lakeckpt.checkpoint.ledger.verify import verify
+from tests.checkpoint.rig import MemoryStorage
+from tests.checkpoint.test_other_nodes import ROWS, Came, job
+from tests.checkpoint.test_remembered import rows_recorded
+
+STEPS = 9
+
+
+class Watched(MemoryStorage):
+    """A storage that notes which objects of data are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
+
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
+        self.reads += [path] if path.startswith("objects/") else []
+        return super().read(path, start, stop)
+
+
+def lost(storage: MemoryStorage, tmp_path: Path, after: Sequence[str], **options: Any) -> tuple[list[Came], list[Came]]:
+    """Train on the nodes a and b; b is lost; go on with a rank on each of the nodes ``after``. Return both."""
+    before = job(storage, [tmp_path / "a", tmp_path / "b"], steps=STEPS, seed=0, saves_at=2, in_step=True, **options)
+    return before, job(storage, [tmp_path / name for name in after], steps=2, seed=9, saves_at=2, in_step=True)
+
+
+@pytest.mark.parametrize("after", [("a", "c"), ("c", "a"), ("a",), ("a", "c", "d"), ("c", "d", "a")])
+def test_a_lost_node_costs_no_step_and_reads_no_data_from_storage(tmp_path: Path, after: tuple[str, ...]) -> None:
+    storage = Watched()
+    before, found = lost(storage, tmp_path, after)
+    assert [one.step for one in found] == [STEPS] * len(after)
+    assert {one.restored for one in found} == {one.reached for one in before}
+    assert storage.reads == []
+    for name, one in zip(after, found, strict=True):
+        assert one.report is not None and one.report.captured == STEPS and one.report.checked
+        assert set(one.report.read) == (
+            {"other nodes"} if name != "a" else {"own"} if after == ("a", "c") else {"own node"}
+        )
+    assert rows_recorded(storage) == [2 * 2 * ROWS, (STEPS - 2) * 2 * ROWS + 2 * len(after) * ROWS]
+    assert verify(storage).every_damage == ()
+
+
+def test_what_a_lost_rank_had_of_its_own_is_no_replica_and_the_report_says_so(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    _, found = lost(storage, tmp_path, ("a", "c"), own=True)
+    for one in found:
+        assert one.step == 2 and one.report is not None
+        assert one.report.passed_over[0].startswith(f"step {STEPS} of attempt 0: no node holds what rank 1 captured")
