@@ -194,11 +194,10 @@ class _Shares:
             copies = {rank: first[key] for rank, key in self._keys.items() if first[key] != rank}
         for at, node in enumerate(self._nodes):
             shares = node.ranks if is_same else firsts
-            here = {self._keys[rank]: rank for rank in self._on[at]}
+            absent = [share for share in shares if share not in self._on[at]] if node.ranks else []
+            here = {self._keys[rank]: rank for rank in self._on[at]} if absent else {}
             stranded = []
-            for share in shares if node.ranks else ():
-                if share in self._on[at]:
-                    continue
+            for share in absent:
                 if (key := self._keys[share]) not in here:
                     away[share] = away.get(share) or self._sources(share, at)
                     stranded += [] if away[share] else [share]
@@ -243,6 +242,8 @@ def _lists_of(world: int, held: Sequence[tuple[int, Holding]], nodes: Sequence[N
 def _keys_of(world: int, on: Sequence[Mapping[int, bytes]], lists: Sequence[ShareList]) -> dict[int, Hashable]:
     """Return rank → what shares that stand for each other have in common; the rank itself if that is not known. Shares
     that one of several lists tells apart are different."""
+    if len(lists) == 1:
+        return {rank: lists[0].id_of(rank) for rank in range(world)}
     if lists:
         return {rank: tuple(one.id_of(rank) for one in lists) for rank in range(world)}
     ids: dict[int, bytes] = {}
