@@ -2,7 +2,8 @@
 
 The table lies in ``table`` of the working directory, and the run in ``run``. A step takes at least 0.3 s until the file
 ``hurry`` is there, so that a test meets the job in the middle. Notes have the number that the run gave an attempt.
-``MANAGER`` in the environment has arguments of the manager, as JSON.
+``MANAGER`` in the environment has arguments of the manager, as JSON. What each rank restored is noted in
+``restored.jsonl``.
 """
 
 from __future__ import annotations
@@ -37,15 +38,20 @@ def main() -> None:
     with lakeckpt.CheckpointManager("run", state, **arguments) as manager:
         step = manager.restore()
         assert manager.restore_report is not None
-        os.environ["ATTEMPT"] = str(manager.restore_report.attempt)
+        report = manager.restore_report
+        os.environ["ATTEMPT"] = str(report.attempt)
+        with open("restored.jsonl", "a") as file:
+            what = {"attempt": report.attempt, "rank": dist.get_rank(), "step": step, "captured": report.captured}
+            file.write(json.dumps({**what, "read": dict(report.read), "passed_over": report.passed_over}) + "\n")
         for _ in range(loader.epoch, EPOCHS):
             for batch in loader:
+                step += 1
+                # Before its gradients reach the others: they may go on from this step if this rank dies in it.
+                note(step, (batch["id"] + EPOCH * batch.receipt.epoch).tolist())
                 loss = (model(batch["x"][:, None])[:, 0] - batch["y"]).square().sum()
                 optimizer.zero_grad()
                 (loss / max(1, batch.receipt.rows) * batch.receipt.weight).backward()
                 optimizer.step()
-                step += 1
-                note(step, (batch["id"] + EPOCH * batch.receipt.epoch).tolist())
                 manager.step(batch)
                 if not Path("hurry").exists():
                     time.sleep(0.3)

@@ -74,7 +74,7 @@ def source(address: str, *, rank: int = 0, key: bytes = KEY, name: str = "") -> 
 def _opened(address: str, key: bytes, which: Open, stack: ExitStack) -> Contents:
     share = PeerShare(address, key, which)
     stack.callback(share.close)
-    return contents_from(share, share.documents(), share.checksums())
+    return contents_from(share, share.documents(), share.checksums(), address)
 
 
 def read_all(share: object) -> dict[str, bytes]:

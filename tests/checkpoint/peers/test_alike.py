@@ -45,6 +45,7 @@ class Job:
     def __init__(self, world: int, differ: dict[int, bytes] | None = None) -> None:
         self.store, self.differ, self.step, self.table = Store(), differ or {}, 0, table()
         self.alone: set[int] = set()
+        self.exchange_every = 1
         self.finders = [ShareFinder(self.store, rank=rank, world_size=world, now=lambda: 0.0) for rank in range(world)]
 
     def train(self, steps: int, *, skips: int = -1) -> list[ShareList | None]:
@@ -56,7 +57,8 @@ class Job:
             for rank, finder in enumerate(self.finders):
                 finder.begins(self.step, is_alone=rank in self.alone)
                 finder.look()
-                trees = {RANDOM: b"%d" % rank, "m": self.differ.get(rank, b"same")}
+                own = b"" if self.step % self.exchange_every == 0 else b"%d" % rank
+                trees = {RANDOM: b"%d" % rank, "m": self.differ.get(rank, b"same") + own}
                 cut = CutId(attempt=0, step=self.step)
                 named.append(None if rank == skips else finder.named(cut, self.table, trees, memoryview(DATA)))
         return named
@@ -71,11 +73,18 @@ def classes(found: ShareList | None) -> str:
 
 def test_replicas_find_each_other_within_a_few_cuts() -> None:
     job = Job(4)
-    assert job.train(2) == [None] * 4
-    for found in job.train(6):
+    assert job.train(3) == [None] * 4
+    for found in job.train(5):
         assert classes(found) == "aaaa"
     mesh = Job(4, {1: b"other", 3: b"other"}).train(8)
     assert [classes(one) for one in mesh] == ["abab"] * 4
+
+
+@pytest.mark.parametrize("exchange_every", [2, 3, 4, 8])
+def test_ranks_that_exchange_their_states_every_few_steps_are_no_replicas(exchange_every: int) -> None:
+    job = Job(2)
+    job.exchange_every = exchange_every
+    assert all(job.train(1) == [None, None] for _ in range(70))
 
 
 def test_ranks_that_are_all_different_name_no_list() -> None:
@@ -98,7 +107,7 @@ def test_ranks_that_drift_apart_are_told_apart() -> None:
 def test_a_rank_that_skips_a_capture_keeps_the_list_before() -> None:
     job = Job(2)
     job.train(15)
-    job.train(1, skips=1)  # the 16th cut is one of those that ranks compare
+    job.train(2, skips=1)  # the 16th and the next cut are compared
     assert [classes(one) for one in job.train(10)] == ["aa"] * 2
 
 

@@ -231,15 +231,17 @@ class Contents:
 def contents_of(held: HeldGeneration) -> Contents:
     """Return the contents of a held generation. Tensors are not looked at. Raises `ArenaDamaged` if the documents
     make no sense."""
-    return contents_from(held, held.documents(), held.checksums())
+    where = f"in the arena {held.arena.name!r}, what step {held.record.cut.step} holds"
+    return contents_from(held, held.documents(), held.checksums(), where)
 
 
-def contents_from(held: Generation, data: bytes, checksums: bytes | None) -> Contents:
-    """Return the contents of a generation, whose documents are ``data``. Raises as `contents_of` does."""
+def contents_from(held: Generation, data: bytes, checksums: bytes | None, where: str) -> Contents:
+    """Return the contents of a generation, whose documents are ``data``, as `contents_of` does. ``where`` names it in
+    errors."""
     try:
         documents = GenerationDocuments.from_bytes(data)
     except WireError as error:
-        raise held.damaged(f"the document ({error})") from error
+        raise ArenaDamaged(f"{where} cannot be read: {error}. Take an older generation, or a checkpoint") from error
     return Contents(held=held, documents=documents, checksums=checksums)
 
 

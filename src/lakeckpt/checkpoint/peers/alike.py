@@ -1,11 +1,12 @@
 """This module finds which ranks capture the same share, while a job trains, and names the list of shares in captures.
 
-At some cuts (the 2nd, 4th, 8th, 16th, … of the attempt) each rank *states* a digest of what it has captured:
-of the places of its tensors, of up to 16 spots of 8 bytes of each tensor, and of its documents without random states.
+From time to time (of the cuts 2 and 3, 4 and 5, 8 and 9, 16 and 17, … of the attempt) each rank *states* a digest of
+what it has captured: of the places of its tensors, of up to 16 spots of 8 bytes of each tensor, and of its documents
+without random states. Of two cuts in a row, since ranks that exchange their states every few steps are alike only then.
 Rank 0 collects these digests from the job's store, and publishes the list of shares (`lakeckpt.recovery.shares`); equal
-digests are of replicas. Every later capture of the same tensors names the list. A rank whose capture of such a cut was
-skipped states nothing of it: the list before stays, until the next such cut. Ranks that have drifted apart are told
-apart from then on. Tensors that differ only between the spots are taken for equal.
+digests are of replicas. Every later capture of the same tensors names the list. A rank that has skipped one of these
+captures states nothing: the list before stays, until the next time. Ranks that have drifted apart are told apart from
+then on. Tensors that differ only between the spots are taken for equal.
 
 A rank whose readers' places depend on the data has these alone, and is a replica of nobody.
 
@@ -44,7 +45,8 @@ _STEP_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stated:
-    """The digest of what this rank captured of the cut of ``step``, whose tensors lie as in ``table``."""
+    """The digest of what this rank captured of the cut of ``step`` and the next one, whose tensors lie as in
+    ``table``."""
 
     step: int
     digest: bytes
@@ -57,7 +59,8 @@ class ShareFinder:
     def __init__(self, notes: Notes, *, rank: int, world_size: int, now: Callable[[], float]) -> None:
         self._notes, self._rank, self._world_size, self._now = notes, rank, world_size, now
         self._cuts = 0
-        self._due = -1  # the step of the cut to state, if it is captured
+        self._due: dict[int, int] = {}  # the step of a cut to state → the step of the first one of the two
+        self._first: tuple[int, bytes] = (-1, b"")  # the step of a first one, and its digest
         self._mark = b""  # what tells this rank apart, if nobody is its replica
         self._stated: _Stated | None = None  # by the copier, at the last such cut
         self._published = -1  # the step that this rank has stated to the others
@@ -72,8 +75,13 @@ class ShareFinder:
         """The capture of the cut of ``step`` is to begin, on all ranks. ``is_alone``: this rank holds places of readers
         that no other rank holds."""
         self._cuts += 1
-        if self._world_size > 1 and _is_due(self._cuts):
-            self._due, self._mark = step, b"rank %d" % self._rank if is_alone else b""
+        if self._world_size == 1:
+            return
+        self._mark = b"rank %d" % self._rank if is_alone else b""
+        if _is_due(self._cuts):
+            self._due = {step: step}
+        elif _is_due(self._cuts - 1):
+            self._due = {**self._due, step: next(iter(self._due))}
 
     def look(self) -> None:
         """State what was captured, collect what others have stated, and take the list, as far as that is there."""
@@ -127,10 +135,13 @@ class ShareFinder:
 
     def named(self, cut: CutId, table: TensorTable, trees: Mapping[str, bytes], data: memoryview) -> ShareList | None:
         """Return the list that a capture of ``cut`` names; None if it names none. ``data``: all that was captured."""
-        if cut.step == self._due:
-            self._due = -1
+        if (first := self._due.get(cut.step)) is not None:
             digest = statement(table, trees, data, self._mark)
-            self._stated = _Stated(step=cut.step, digest=digest, table=table.document)
+            if first == cut.step:
+                self._first = first, digest
+            elif self._first[0] == first:
+                both = short_digest(self._first[1], digest)
+                self._stated = _Stated(step=first, digest=both, table=table.document)
         known = self._list
         return known[0] if known is not None and known[1] == table.document else None
 

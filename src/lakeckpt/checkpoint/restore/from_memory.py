@@ -252,7 +252,7 @@ def _fetched(address: str, key: bytes, asked: Open, stack: ExitStack) -> Content
     """Open a share that another node serves. `ArenaDamaged` if it does not."""
     share = PeerShare(address, key, asked)
     stack.callback(share.close)
-    return contents_from(share, share.documents(), share.checksums())
+    return contents_from(share, share.documents(), share.checksums(), f"what {address} has sent")
 
 
 def _readers_of(shares: Collection[Share]) -> dict[str, tuple[PendingRecord, ...]]:
