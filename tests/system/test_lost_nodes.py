@@ -29,15 +29,27 @@ def own(job: ClusterJob, memory: str) -> dict[str, str]:
     return {"MANAGER": json.dumps({"capture_every": 1, "persist_every": 5, "arenas": str(job.folder / memory)})}
 
 
-@pytest.mark.parametrize("case", ["a fresh node comes", "a fresh node comes and ranks swap", "the other goes on alone"])
+CASES = [
+    "a fresh node comes",
+    "a fresh node comes and ranks swap",
+    "the other goes on alone",
+    "HSDP, a fresh node comes",
+    "HSDP, a fresh node comes and ranks swap",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_lost_node_costs_at_most_one_step_and_nothing_is_read_from_storage(
     nodes: tuple[Node, Node], tmp_path: Path, case: str
 ) -> None:
     job, is_swapped, count = ClusterJob(tmp_path / "job"), "swap" in case, "1:2" if "alone" in case else "2"
+    ranks = 1
+    if "HSDP" in case:
+        job.environment["HSDP"], ranks = "1", 2
     host = int(is_swapped)  # it stays; of two nodes, the one with the lower address has rank 0
     lost = nodes[1 - host]
     for number, node in enumerate(nodes):
-        start(node, nodes, job, count=count, host=host, own=own(job, f"memory-{number}"))
+        start(node, nodes, job, count=count, host=host, ranks=ranks, own=own(job, f"memory-{number}"))
     job.wait_for_steps(13)
     lost.kill()
     shutil.rmtree(job.folder / f"memory-{1 - host}")
@@ -45,7 +57,7 @@ def test_a_lost_node_costs_at_most_one_step_and_nothing_is_read_from_storage(
     if "alone" not in case:
         if is_swapped:
             lost.move("10.254.0.3")
-        start(lost, nodes, job, count=count, host=host, own=own(job, "memory-fresh"))
+        start(lost, nodes, job, count=count, host=host, ranks=ranks, own=own(job, "memory-fresh"))
     wait(lambda: nodes[host].statuses()[-1] is not None and lost.statuses()[-1] is not None, job.text)
     assert nodes[host].statuses()[-1] == 0, job.text()
     job.check_every_row_counted_once(attempts=2)
@@ -54,10 +66,8 @@ def test_a_lost_node_costs_at_most_one_step_and_nothing_is_read_from_storage(
 
 def report(case: str, job: ClusterJob) -> None:
     """Print how many steps were done again, and what was read from where."""
-    lines, restored = (
-        job.lines(),
-        [json.loads(line) for line in (job.folder / "restored.jsonl").read_text().split("\n")[:-1]],
-    )
+    lines = job.lines()
+    restored = list(map(json.loads, (job.folder / "restored.jsonl").read_text().splitlines()))
     first, second = sorted({line["attempt"] for line in lines})
     # The last step that the first attempt has noted was not done, if a node was lost in the middle of it.
     again = max(one["step"] for one in lines if one["attempt"] == first) + 1

@@ -25,17 +25,18 @@ def start(
     *,
     count: str,
     host: int = 0,
+    ranks: int = 1,
     own: Mapping[str, str] | None = None,
 ) -> None:
     """Run the page's command on ``node``; the node of number ``host`` has the rendezvous. The nodes have no names, but
-    addresses. ``own``: more of its environment."""
+    addresses. ``own``: more of its environment; ``ranks``: how many processes it runs."""
     command = block_of("several-nodes.md", "bash").replace("\\\n", " ").replace("node1:", f"{nodes[host].address}:")
     setting, *words = shlex.split(command)
     name, value = setting.split("=")
     is_host = str(node is nodes[host]).lower()
     given = {
         "--nnodes": count,
-        "--nproc-per-node": "1",
+        "--nproc-per-node": str(ranks),
         "--local-addr": node.address,
         "--rdzv-conf": f"is_host={is_host},last_call_timeout=5,keep_alive_interval=1",
     }
