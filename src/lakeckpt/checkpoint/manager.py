@@ -169,7 +169,7 @@ class CheckpointManager:
 
     def restore(self, step: int | None = None, *, allow_missing: Collection[str] = ()) -> int:
         """Restore the newest checkpoint that is whole (with ``capture_every``: or the newest cut that the ranks
-        can read from their nodes' memory), and begin an attempt; call it once, before the first step. ``allow_missing``
+        can read from the memory of nodes), and begin an attempt; call it once, before the first step. ``allow_missing``
         names objects that joined the state after it was saved: if it does not hold them, they keep the state that they
         have.
 

@@ -183,8 +183,10 @@ class _Shares:
     def read_by(self, world_size: int) -> Decision | str:
         """Return how all of ``world_size`` ranks read these shares; or why some rank cannot."""
         if lost := [rank for rank in range(self._world) if self._keys[rank] not in self._holders]:
-            unlisted = "" if self._is_listed else ", and the cut does not say whose share is the same"
-            return f"no node holds what {_named(lost)} captured{unlisted}"
+            why = (
+                "no other rank had the same" if self._is_listed else "the cut does not say whether others had the same"
+            )
+            return f"no node holds what {_named(lost)} captured, and {why}"
         copies: dict[int, int] = {}
         away: dict[int, tuple[Source, ...]] = {}
         is_same = world_size == self._world

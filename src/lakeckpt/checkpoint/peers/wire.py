@@ -50,6 +50,8 @@ KEY_BYTES = 32
 _NONCE_BYTES, _PROOF_BYTES = 32, 32
 _MOST_BYTES = 4096
 _LENGTH = struct.Struct(">I")
+_OPTIONS = {socket.TCP_NODELAY: 1, socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
+"""An end whose machine is gone is noticed after 11 seconds."""
 _KIND, _VERSION = "peers", (1, 0)
 
 Part = Literal["documents", "checksums", "data"]
@@ -170,4 +172,6 @@ def limit_waits(connection: socket.socket, seconds: float) -> None:
     )  # the limits are the system's: a timeout of Python makes the socket one that never waits
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, limit)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _OPTIONS.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
