@@ -56,5 +56,5 @@ def test_what_a_lost_rank_had_of_its_own_is_no_replica_and_the_report_says_so(tm
     for one in found:
         assert one.step == 2 and one.report is not None
         assert one.report.passed_over[0].startswith(
-            f"step {STEPS} of attempt 0: no node holds what rank 1 captured, and no other rank had the same"
+            f"step {STEPS} of attempt 0: no node holds what rank 1 captured, and no replica of it is known"
         )

@@ -51,7 +51,7 @@ def test_each_rank_reads_its_own_share_of_the_newest_step_that_all_have() -> Non
         node("a", (0, 1), held(7, 0, 1), held(6, 0, 1)), node("b", (2, 3), held(7, 2), held(6, 2, 3), held(5, 2, 3))
     )
     assert (found.cut, found.world, found.copies) == (cut_at(6), 4, {})
-    assert reason(found) == "no node holds what rank 3 captured, and the cut does not say whether others had the same"
+    assert reason(found) == "no node holds what rank 3 captured, and no replica of it is known"
 
 
 def test_ranks_that_changed_their_nodes_read_shares_that_are_alike() -> None:
@@ -185,12 +185,12 @@ def test_shares_that_one_list_tells_apart_are_different() -> None:
         )
         for name, ranks, rank, one in (("a", (0, 1), 0, older), ("b", (2, 3), 2, newer))
     ]
-    assert reason(decided(*nodes)) == "no node holds what ranks 1, 3 captured, and no other rank had the same"
+    assert reason(decided(*nodes)) == "no node holds what ranks 1, 3 captured, and no replica of it is known"
 
 
 def test_a_share_that_is_lost_and_of_which_nobody_knows_a_replica_is_named() -> None:
     found = decided(NodeFacts(node="a", ranks=(0, 1, 2, 3), holdings=(held(7, 0, 1, 2),), address="a:1"))
-    assert reason(found) == "no node holds what rank 3 captured, and the cut does not say whether others had the same"
+    assert reason(found) == "no node holds what rank 3 captured, and no replica of it is known"
 
 
 @st.composite

@@ -171,7 +171,6 @@ class _Shares:
         for at, one in held:
             self._on[at].update(one.by_rank)
         lists = _lists_of(world, held, nodes)
-        self._is_listed = bool(lists)
         self._keys = _keys_of(world, self._on, lists)
         self._holders: defaultdict[Hashable, list[tuple[int, int]]] = defaultdict(list)
         for at, here in enumerate(self._on):
@@ -183,10 +182,7 @@ class _Shares:
     def read_by(self, world_size: int) -> Decision | str:
         """Return how all of ``world_size`` ranks read these shares; or why some rank cannot."""
         if lost := [rank for rank in range(self._world) if self._keys[rank] not in self._holders]:
-            why = (
-                "no other rank had the same" if self._is_listed else "the cut does not say whether others had the same"
-            )
-            return f"no node holds what {_named(lost)} captured, and {why}"
+            return f"no node holds what {_named(lost)} captured, and no replica of it is known"
         copies: dict[int, int] = {}
         away: dict[int, tuple[Source, ...]] = {}
         is_same = world_size == self._world
