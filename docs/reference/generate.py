@@ -35,7 +35,15 @@ TASKS = {
         "prefetch",
     ],
     "Use a batch": ["Batch", "MixedReceipt", "Ragged", "Receipt", "cumulative_lengths", "merge_states"],
-    "Save and restore": ["CheckpointManager", "SaveHandle", "CheckpointInfo", "RestoreReport", "Keep", "load"],
+    "Save and restore": [
+        "CheckpointManager",
+        "SaveHandle",
+        "CheckpointInfo",
+        "RestoreReport",
+        "Keep",
+        "Backup",
+        "load",
+    ],
     "Warnings": ["ReadAheadWarning", "ConsumptionWarning"],
 }
 """Task → the public names of the package that serve it."""
@@ -96,7 +104,7 @@ def _fields(value: type) -> str:
 
 def _public(value: type) -> dict[str, Any]:
     """The members of a class, and those that it has from a base that is not public itself."""
-    bases = [one for one in value.__mro__[1:] if one.__name__ == "BaseDataset"]
+    bases = [one for one in value.__mro__[1:] if one.__name__ in ("BaseDataset", "Closing")]
     return {
         **vars(value),
         **{name: one for base in bases for name, one in vars(base).items() if name not in vars(value)},

@@ -2,7 +2,7 @@
 
 ::
 
-    training loop → [manager] ([arguments], [ranks]): restore, step, save, wait, close
+    training loop → [manager] ([arguments], [ranks], [closing]): restore, step, save, wait, close
                         |
            restore      |  [restore/] ← newest checkpoint, or a cut in memory: of this node, or by [peers/] of others
                         |  then [opening] makes what saves
@@ -14,6 +14,7 @@
                         |
                         [report] → handle, `on_save`; [outage]: a failed save is tried again
 
-    a run → [load]: objects; [ledger/]: the proof; [interop/]: formats of others; [rollback]: an order in the log
+    a run → [load]: objects; [ledger/]: the proof; [interop/]: formats of others; [rollback]: an order in the log;
+            [copying/]: the run at another place
     [format/]: values of all of these
 """
