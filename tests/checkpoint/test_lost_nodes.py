@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.errors import DamageWarning
 from tests.checkpoint.rig import MemoryStorage
 from tests.checkpoint.test_other_nodes import ROWS, Came, job
-from tests.checkpoint.test_remembered import rows_recorded
+from tests.checkpoint.test_remembered import flip, rows_recorded
 
 STEPS = 9
 
@@ -58,3 +60,27 @@ def test_what_a_lost_rank_had_of_its_own_is_no_replica_and_the_report_says_so(tm
         assert one.report.passed_over[0].startswith(
             f"step {STEPS} of attempt 0: no node holds what rank 1 captured, and no replica of it is known"
         )
+
+
+def damaged(folder: Path) -> None:
+    """Flip a bit of the weights of the last step in a node's memory, whose checksums were taken."""
+    flip(folder, torch.full((3, 3), float(STEPS)).numpy().tobytes())
+
+
+def test_a_share_that_is_damaged_on_its_own_node_is_read_from_another_one(tmp_path: Path) -> None:
+    storage, nodes = Watched(), [tmp_path / name for name in "abc"]
+    before = job(storage, nodes, steps=STEPS, seed=0, saves_at=2, in_step=True)
+    damaged(tmp_path / "a")
+    found = job(storage, [*nodes[:2], tmp_path / "d"], steps=1, seed=9, in_step=True)
+    assert [one.step for one in found] == [STEPS] * 3 and storage.reads == []
+    assert {one.restored for one in found} == {one.reached for one in before}
+    assert [sorted(one.report.read) for one in found if one.report] == [["other nodes"], ["own"], ["other nodes"]]
+
+
+def test_if_no_source_of_a_share_is_left_all_ranks_take_the_cut_before(tmp_path: Path) -> None:
+    storage, nodes = Watched(), [tmp_path / name for name in "ab"]
+    job(storage, nodes, steps=STEPS, seed=0, saves_at=2, in_step=True)
+    damaged(tmp_path / "a")
+    with pytest.warns(DamageWarning, match=f"memory/0:{STEPS}: this cut is not restored from memory"):
+        found = job(storage, [tmp_path / "a", tmp_path / "c"], steps=1, seed=9, in_step=True)
+    assert [one.step for one in found] == [STEPS - 1] * 2 and storage.reads == []

@@ -298,7 +298,8 @@ class Restorer:
         return replace(found, loaded=counted(found.loaded, partial(self._count, "storage")))
 
     def _count(self, source: str, size_bytes: int) -> None:
-        self._read_bytes[source] += size_bytes
+        if size_bytes:
+            self._read_bytes[source] += size_bytes
 
     def _apply(self, chosen: Candidate | None) -> None:
         self._read_bytes.clear()
