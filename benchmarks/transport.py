@@ -41,13 +41,13 @@ from lakeckpt.checkpoint.arena.slices import plan_slices
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.peers.fetch import PeerShare
 from lakeckpt.checkpoint.peers.serve import ShareServer
-from lakeckpt.checkpoint.peers.sources import Share, ShareSource
-from lakeckpt.checkpoint.peers.wire import KEY_BYTES, Open
+from lakeckpt.checkpoint.peers.sources import HeldShare, ShareSource
+from lakeckpt.checkpoint.peers.wire import KEY_BYTES, AskShare
 from lakeckpt.recovery.facts import CutId
 
 RUN, KEY, DIGEST = bytes(16), bytes(KEY_BYTES), bytes(16)
 CUT = CutId(attempt=0, step=1)
-ASKED = Open(identity=identity_of(RUN, rank=0, world_size=2), cut=CUT, digest=DIGEST)
+ASKED = AskShare(identity=identity_of(RUN, rank=0, world_size=2), cut=CUT, digest=DIGEST)
 
 
 def tensors(mebibytes: int) -> dict[str, int]:
@@ -120,7 +120,7 @@ def read_share(address: str, targets: Mapping[str, memoryview]) -> float:
 
     begun_s = time.perf_counter()
     source = ShareSource(rank=0, tier="other nodes", open=opened)
-    share = Share([source], lambda tier, size: None, missing="the share is gone")
+    share = HeldShare([source], lambda tier, size: None, missing="the share is gone")
     share.fill(targets)
     share.close()
     return sum(map(len, targets.values())) / (time.perf_counter() - begun_s)

@@ -20,7 +20,7 @@ from lakeckpt.checkpoint.format.parts import RANDOM
 from lakeckpt.checkpoint.peers.fetch import PeerShare
 from lakeckpt.checkpoint.peers.serve import ShareServer
 from lakeckpt.checkpoint.peers.sources import ShareSource
-from lakeckpt.checkpoint.peers.wire import Open
+from lakeckpt.checkpoint.peers.wire import AskShare
 from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.agent.rig import take_checksums
 
@@ -55,8 +55,8 @@ def captured(folder: Path, *, rank: int = 0, world: int = 2, hashed: bool = True
     return arena
 
 
-def asked(rank: int = 0, world: int = 2, *, run: bytes = RUN) -> Open:
-    return Open(identity=identity_of(run, rank=rank, world_size=world), cut=CUT, digest=DIGEST)
+def asked(rank: int = 0, world: int = 2, *, run: bytes = RUN) -> AskShare:
+    return AskShare(identity=identity_of(run, rank=rank, world_size=world), cut=CUT, digest=DIGEST)
 
 
 def serving(folder: Path, stack: ExitStack) -> ShareServer:
@@ -71,7 +71,7 @@ def source(address: str, *, rank: int = 0, key: bytes = KEY, name: str = "") -> 
     return ShareSource(rank=rank, tier=name or address, open=partial(_opened, address, key, asked(rank)))
 
 
-def _opened(address: str, key: bytes, which: Open, stack: ExitStack) -> Contents:
+def _opened(address: str, key: bytes, which: AskShare, stack: ExitStack) -> Contents:
     share = PeerShare(address, key, which)
     stack.callback(share.close)
     return contents_from(share, share.documents(), share.checksums(), address)

@@ -48,8 +48,9 @@ class Job:
         self.exchange_every = 1
         self.finders = [ShareFinder(self.store, rank=rank, world_size=world, now=lambda: 0.0) for rank in range(world)]
 
-    def train(self, steps: int, *, skips: int = -1) -> list[ShareList | None]:
-        """Do steps; return what each rank's last capture names. Rank ``skips`` captures nothing."""
+    def train(self, steps: int, *, skips: int = -1, every: int = 1) -> list[ShareList | None]:
+        """Do steps; return what each rank's last capture names. Rank ``skips`` captures nothing. ``every``: of so many
+        cuts, all ranks skip all but one."""
         named: list[ShareList | None] = []
         for _ in range(steps):
             self.step += 1
@@ -60,7 +61,8 @@ class Job:
                 own = b"" if self.step % self.exchange_every == 0 else b"%d" % rank
                 trees = {RANDOM: b"%d" % rank, "m": self.differ.get(rank, b"same") + own}
                 cut = CutId(attempt=0, step=self.step)
-                named.append(None if rank == skips else finder.named(cut, self.table, trees, memoryview(DATA)))
+                is_skipped = rank == skips or self.step % every != 0
+                named.append(None if is_skipped else finder.named(cut, self.table, trees, memoryview(DATA)))
         return named
 
 
@@ -109,6 +111,11 @@ def test_a_rank_that_skips_a_capture_keeps_the_list_before() -> None:
     job.train(15)
     job.train(2, skips=1)  # the 16th and the next cut are compared
     assert [classes(one) for one in job.train(10)] == ["aa"] * 2
+
+
+@pytest.mark.parametrize("every", [2, 3, 7])
+def test_captures_that_are_slower_than_steps_are_compared_as_well(every: int) -> None:
+    assert [classes(one) for one in Job(2).train(10 * every, every=every)] == ["aa"] * 2
 
 
 def test_captures_of_other_tensors_name_no_list_until_ranks_have_compared_them() -> None:

@@ -18,8 +18,8 @@ from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.peers.fetch import PeerShare
 from lakeckpt.checkpoint.peers.serve import ShareServer, own_address
-from lakeckpt.checkpoint.peers.sources import Share, ShareSource
-from lakeckpt.checkpoint.peers.wire import Opened, limit_waits, prove, send, verify
+from lakeckpt.checkpoint.peers.sources import HeldShare, ShareSource
+from lakeckpt.checkpoint.peers.wire import FoundShare, limit_waits, prove, send, verify
 from lakeckpt.errors import ArenaDamaged
 from tests.checkpoint.peers.nodes import BYTES, CUT, KEY, RUN, asked, captured, read_all, serving, source
 from tests.patience import PATIENCE_S
@@ -31,8 +31,8 @@ def stack() -> Iterator[ExitStack]:
         yield every
 
 
-def share_of(sources: Sequence[ShareSource], stack: ExitStack) -> Share:
-    share = Share(sources, nowhere, missing="gone")
+def share_of(sources: Sequence[ShareSource], stack: ExitStack) -> HeldShare:
+    share = HeldShare(sources, nowhere, missing="gone")
     stack.callback(share.close)
     return share
 
@@ -44,7 +44,7 @@ def nowhere(tier: str, size_bytes: int) -> None:
 def test_a_share_is_read_as_it_was_captured(tmp_path: Path, stack: ExitStack) -> None:
     captured(tmp_path, rank=1)
     counted: Counter[str] = Counter()
-    share = Share(
+    share = HeldShare(
         [source(serving(tmp_path, stack).address, rank=1, name="b")],
         lambda tier, size: counted.update({tier: size}),
         missing="gone",
@@ -71,7 +71,7 @@ def test_one_byte_is_flipped_in_each_of_50_copies_and_the_next_source_is_read(tm
     for place in places:
         counted: Counter[str] = Counter()
         with flipped(path, place):
-            share = Share(sources, lambda tier, size, into=counted: into.update({tier: size}), missing="gone")
+            share = HeldShare(sources, lambda tier, size, into=counted: into.update({tier: size}), missing="gone")
             assert read_all(share) == BYTES
             share.close()
         found += counted.keys() == {"b"}
@@ -209,7 +209,7 @@ def _huge(connection: socket.socket) -> None:
     assert verify(connection, KEY)
     connection.recv(2**16)
     sizes = {"data_bytes": 1, "documents_bytes": 2**40, "checksums_bytes": 16}
-    send(connection, Opened(**sizes, documents_checksum=bytes(16), checksums_checksum=bytes(16)))
+    send(connection, FoundShare(**sizes, documents_checksum=bytes(16), checksums_checksum=bytes(16)))
 
 
 @pytest.mark.parametrize(

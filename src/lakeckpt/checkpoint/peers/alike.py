@@ -1,12 +1,12 @@
 """This module finds which ranks capture the same share, while a job trains, and names the list of shares in captures.
 
-From time to time (of the cuts 2 and 3, 4 and 5, 8 and 9, 16 and 17, … of the attempt) each rank *states* a digest of
-what it has captured: of the places of its tensors, of up to 16 spots of 8 bytes of each tensor, and of its documents
-without random states. Of two cuts in a row, since ranks that exchange their states every few steps are alike only then.
-Rank 0 collects these digests from the job's store, and publishes the list of shares (`lakeckpt.recovery.shares`); equal
-digests are of replicas. Every later capture of the same tensors names the list. A rank that has skipped one of these
-captures states nothing: the list before stays, until the next time. Ranks that have drifted apart are told apart from
-then on. Tensors that differ only between the spots are taken for equal.
+From time to time (from the cuts 2, 4, 8, 16, … of the attempt on) each rank *states* a digest of the next two cuts that
+it captures: of the places of its tensors, of up to 16 spots of 8 bytes of each tensor, and of its documents without
+random states. Of two cuts, since ranks that exchange their states every few steps are alike only then. Rank 0 collects
+these digests from the job's store, and publishes the list of shares (`lakeckpt.recovery.shares`); equal digests are of
+replicas. Every later capture of the same tensors names the list. If a rank has captured other cuts than rank 0, the
+list before stays, until the next time. Ranks that have drifted apart are told apart from then on. Tensors that differ
+only between the spots are taken for equal.
 
 A rank whose readers' places depend on the data has these alone, and is a replica of nobody.
 
@@ -40,15 +40,14 @@ _MOST_GAP = 64
 _MOST_PEEKS = 100
 """So many digests are collected at a cut: each takes two requests."""
 _LIST = "shares"
-_STEP_BYTES = 8
+_CUTS_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stated:
-    """The digest of what this rank captured of the cut of ``step`` and the next one, whose tensors lie as in
-    ``table``."""
+    """The digest of what this rank captured of two ``cuts`` (their steps), whose tensors lie as in ``table``."""
 
-    step: int
+    cuts: bytes
     digest: bytes
     table: bytes
 
@@ -59,13 +58,13 @@ class ShareFinder:
     def __init__(self, notes: Notes, *, rank: int, world_size: int, now: Callable[[], float]) -> None:
         self._notes, self._rank, self._world_size, self._now = notes, rank, world_size, now
         self._cuts = 0
-        self._due: dict[int, int] = {}  # the step of a cut to state → the step of the first one of the two
-        self._first: tuple[int, bytes] = (-1, b"")  # the step of a first one, and its digest
+        self._due: int | None = None  # the next two captures from this step on are to be stated
+        self._first: tuple[int, int, bytes] | None = None  # the same step, that of the first capture, and its digest
         self._mark = b""  # what tells this rank apart, if nobody is its replica
         self._stated: _Stated | None = None  # by the copier, at the last such cut
-        self._published = -1  # the step that this rank has stated to the others
-        self._others: list[bytes] = []  # what rank 0 has collected of that step
-        self._listed = -1  # the step of the list
+        self._published = b""  # the cuts of what this rank has stated to the others
+        self._others: list[bytes] = []  # what rank 0 has collected of these cuts
+        self._listed = b""  # the cuts of the list
         self._list: tuple[ShareList, bytes] | None = None  # and the document of the table that it is of
         self._next_look_s, self._next_look, self._gap = float("-inf"), 0, 1
 
@@ -79,20 +78,18 @@ class ShareFinder:
             return
         self._mark = b"rank %d" % self._rank if is_alone else b""
         if _is_due(self._cuts):
-            self._due = {step: step}
-        elif _is_due(self._cuts - 1):
-            self._due = {**self._due, step: next(iter(self._due))}
+            self._due = step
 
     def look(self) -> None:
         """State what was captured, collect what others have stated, and take the list, as far as that is there."""
         stated = self._stated
-        if stated is None or stated.step == self._listed:
+        if stated is None or stated.cuts == self._listed:
             return
         with suppress(LakeckptError):  # of a store that is gone: others report it
-            if stated.step != self._published:
-                self._published, self._others, self._next_look, self._gap = stated.step, [], self._cuts, 1
+            if stated.cuts != self._published:
+                self._published, self._others, self._next_look, self._gap = stated.cuts, [], self._cuts, 1
                 if self._rank:
-                    self._notes.publish(f"{_LIST}/{self._rank}", _stepped(stated.step, stated.digest))
+                    self._notes.publish(f"{_LIST}/{self._rank}", stated.cuts + stated.digest)
             if self._cuts < self._next_look or self._now() < self._next_look_s:
                 return
             if self._world_size >= _RANKS_PER_S:
@@ -103,28 +100,32 @@ class ShareFinder:
             self._gap = min(2 * self._gap, _MOST_GAP)
 
     def _fetch(self, stated: _Stated) -> bool:
-        """Take the list from the store, if it is of the same step."""
-        data = self._notes.peek(_LIST)
-        if is_there := data is not None and _step_in(data) == stated.step:
-            self._take(stated, data[_STEP_BYTES:])
-        return is_there
+        """Take the list from the store, if it is of the same cuts."""
+        document = self._noted(_LIST, stated)
+        if document is not None:
+            self._take(stated, document)
+        return document is not None
 
     def _collect(self, stated: _Stated) -> bool:
         """Collect digests on rank 0, and publish the list when all have come. Return whether some have come now."""
         before = len(self._others)
         for rank in range(before + 1, min(before + 1 + _MOST_PEEKS, self._world_size)):
-            data = self._notes.peek(f"{_LIST}/{rank}")
-            if data is None or _step_in(data) != stated.step:
+            if (digest := self._noted(f"{_LIST}/{rank}", stated)) is None:
                 break
-            self._others.append(data[_STEP_BYTES:])
+            self._others.append(digest)
         if len(self._others) == self._world_size - 1:
             document = ShareList.of([stated.digest, *self._others]).document
-            self._notes.publish(_LIST, _stepped(stated.step, document))
+            self._notes.publish(_LIST, stated.cuts + document)
             self._take(stated, document)
         return len(self._others) > before
 
+    def _noted(self, key: str, stated: _Stated) -> bytes | None:
+        """Return what a note says of the same cuts."""
+        data = self._notes.peek(key)
+        return data[_CUTS_BYTES:] if data is not None and data.startswith(stated.cuts) else None
+
     def _take(self, stated: _Stated, document: bytes) -> None:
-        self._listed = stated.step
+        self._listed = stated.cuts
         try:
             found = ShareList.from_document(document)
         except WireError:
@@ -134,14 +135,17 @@ class ShareFinder:
     # --- the copier
 
     def named(self, cut: CutId, table: TensorTable, trees: Mapping[str, bytes], data: memoryview) -> ShareList | None:
-        """Return the list that a capture of ``cut`` names; None if it names none. ``data``: all that was captured."""
-        if (first := self._due.get(cut.step)) is not None:
+        """Return the list that a capture of ``cut`` names; None if it names none. ``data``: all that it holds."""
+        due = self._due
+        if due is not None and cut.step >= due:
             digest = statement(table, trees, data, self._mark)
-            if first == cut.step:
-                self._first = first, digest
-            elif self._first[0] == first:
-                both = short_digest(self._first[1], digest)
-                self._stated = _Stated(step=first, digest=both, table=table.document)
+            if self._first is None or self._first[0] != due:
+                self._first = due, cut.step, digest
+            else:
+                cuts = b"".join(step.to_bytes(_CUTS_BYTES // 2, "big") for step in (self._first[1], cut.step))
+                both = short_digest(self._first[2], digest)
+                self._stated, self._first = _Stated(cuts=cuts, digest=both, table=table.document), None
+                self._due = None if self._due == due else self._due
         known = self._list
         return known[0] if known is not None and known[1] == table.document else None
 
@@ -171,11 +175,3 @@ def _is_due(number: int) -> bool:
     [2, 4, 8, 16, 32]
     """
     return number > 1 and number & (number - 1) == 0
-
-
-def _stepped(step: int, data: bytes) -> bytes:
-    return step.to_bytes(_STEP_BYTES, "big") + data
-
-
-def _step_in(data: bytes) -> int:
-    return int.from_bytes(data[:_STEP_BYTES], "big")

@@ -14,7 +14,17 @@ import threading
 from collections.abc import Iterator
 
 from lakeckpt.checkpoint.arena.filling import checksum
-from lakeckpt.checkpoint.peers.wire import Open, Opened, Part, Read, Refused, limit_waits, prove, receive, receive_into
+from lakeckpt.checkpoint.peers.wire import (
+    AskShare,
+    FoundShare,
+    NoShare,
+    Part,
+    ReadShare,
+    limit_waits,
+    prove,
+    receive,
+    receive_into,
+)
 from lakeckpt.checkpoint.peers.wire import send as send_message
 from lakeckpt.errors import ArenaDamaged, ArenaError, WireError
 
@@ -30,12 +40,12 @@ class PeerShare:
     """A share at ``address``, which is asked for with the job's ``key``: a
     `lakeckpt.checkpoint.arena.contents.Generation`. Any thread may read. Raises `ArenaDamaged`."""
 
-    def __init__(self, address: str, key: bytes, asked: Open) -> None:
+    def __init__(self, address: str, key: bytes, asked: AskShare) -> None:
         self.address = address
         self._key, self._asked = key, asked
         self._lock = threading.Lock()
         self._free: list[socket.socket] = []
-        self._opened: Opened | None = None
+        self._opened: FoundShare | None = None
         with self._wrapped():
             connection, self._opened = self._connected()
             self._free.append(connection)
@@ -100,7 +110,7 @@ class PeerShare:
                     connection.close()
                     raise self.damaged("the size")
             try:
-                send_message(connection, Read(part=part, start=start, size=len(into)))
+                send_message(connection, ReadShare(part=part, start=start, size=len(into)))
                 receive_into(connection, into)
             except BaseException:
                 connection.close()
@@ -108,7 +118,7 @@ class PeerShare:
             with self._lock:
                 self._free.append(connection)
 
-    def _connected(self) -> tuple[socket.socket, Opened]:
+    def _connected(self) -> tuple[socket.socket, FoundShare]:
         """Connect, and open the share."""
         host, _, port = self.address.rpartition(":")
         connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
@@ -119,8 +129,8 @@ class PeerShare:
             limit_waits(connection, _HASHING_S)
             answer = receive(connection)
             limit_waits(connection, _SILENT_S)
-            if not isinstance(answer, Opened):
-                why = answer.why if isinstance(answer, Refused) else f"it answers {type(answer).__name__}"
+            if not isinstance(answer, FoundShare):
+                why = answer.why if isinstance(answer, NoShare) else f"it answers {type(answer).__name__}"
                 raise ArenaError(why)
         except BaseException:
             connection.close()

@@ -22,7 +22,17 @@ from lakeckpt.checkpoint.arena.checksums import checked
 from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.filling import checksum
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.peers.wire import KEY_BYTES, Open, Opened, Read, Refused, limit_waits, receive, send, verify
+from lakeckpt.checkpoint.peers.wire import (
+    KEY_BYTES,
+    AskShare,
+    FoundShare,
+    NoShare,
+    ReadShare,
+    limit_waits,
+    receive,
+    send,
+    verify,
+)
 from lakeckpt.errors import ArenaError, WireError
 
 __all__ = ["ShareServer", "own_address"]
@@ -128,12 +138,12 @@ class ShareServer:
         with contextlib.suppress(OSError, EOFError, WireError, ArenaError), connection:
             limit_waits(connection, _SILENT_S)
             if verify(connection, self._key):
-                while isinstance(asked := receive(connection), Open):
+                while isinstance(asked := receive(connection), AskShare):
                     self._share(connection, asked)
         with self._lock:
             self._connections.pop(connection, None)
 
-    def _share(self, connection: socket.socket, asked: Open) -> None:
+    def _share(self, connection: socket.socket, asked: AskShare) -> None:
         """Serve a share for as long as the client reads it."""
         with contextlib.ExitStack() as stack:
             try:
@@ -141,10 +151,10 @@ class ShareServer:
                 with self._hashing:
                     contents = checked(contents_of(held))
             except (ArenaError, OSError) as error:
-                send(connection, Refused(why=str(error)[:1000]))
+                send(connection, NoShare(why=str(error)[:1000]))
                 return
             documents, leaves = held.documents(), contents.checksums or b""
-            opened = Opened(
+            opened = FoundShare(
                 data_bytes=held.data_bytes,
                 documents_bytes=len(documents),
                 documents_checksum=checksum(documents),
@@ -152,14 +162,14 @@ class ShareServer:
                 checksums_checksum=checksum(leaves),
             )
             send(connection, opened)
-            while isinstance(read := receive(connection), Read):
+            while isinstance(read := receive(connection), ReadShare):
                 if read.part == "data":
                     _send_data(connection, held, read.start, read.size)
                 else:
                     part = documents if read.part == "documents" else leaves
                     connection.sendall(memoryview(part)[read.start : read.start + read.size])
 
-    def _held(self, asked: Open, stack: contextlib.ExitStack) -> HeldGeneration:
+    def _held(self, asked: AskShare, stack: contextlib.ExitStack) -> HeldGeneration:
         """Return the locked share. Raises `ArenaError` if it is not here."""
         gone = f"step {asked.cut.step} of attempt {asked.cut.attempt} is not in the memory of this node any more"
         if asked.identity.run != self._run:

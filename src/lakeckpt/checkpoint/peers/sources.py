@@ -21,7 +21,7 @@ from lakeckpt.checkpoint.format.digests import LEAF_BYTES
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.errors import ArenaDamaged
 
-__all__ = ["Share", "ShareSource"]
+__all__ = ["HeldShare", "ShareSource"]
 
 _LOG = logging.getLogger("lakeckpt")
 _T = TypeVar("_T")
@@ -37,7 +37,7 @@ class ShareSource:
     open: Callable[[ExitStack], Contents]
 
 
-class Share:
+class HeldShare:
     """A share with its ``sources``, the best first: a `lakeckpt.checkpoint.state.loaded.TensorSource`. One thread calls
     it. ``count(tier, bytes)`` is called for what was read. Raises `ArenaDamaged` if no source can be opened."""
 

@@ -5,9 +5,9 @@
     server → client    32 random bytes
     client → server    32 random bytes, and a proof that it has the job's key
     server → client    a proof that it has the key, too; a server that got no proof hangs up
-    client → server    `Open`: which share of which cut
-    server → client    `Opened`: how large its parts are; or `Refused`, and why
-    client → server    `Read`: some bytes of a part
+    client → server    `AskShare`: which share of which cut
+    server → client    `FoundShare`: how large its parts are; or `NoShare`, and why
+    client → server    `ReadShare`: some bytes of a part
     server → client    these bytes, as they are
                        … and so on, until one of them hangs up
 
@@ -33,11 +33,11 @@ from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = [
     "KEY_BYTES",
-    "Open",
-    "Opened",
+    "AskShare",
+    "FoundShare",
+    "NoShare",
     "Part",
-    "Read",
-    "Refused",
+    "ReadShare",
     "limit_waits",
     "prove",
     "receive",
@@ -58,7 +58,7 @@ Part = Literal["documents", "checksums", "data"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Open:
+class AskShare:
     """The client reads the share in the arena of ``identity``, of the cut with this digest."""
 
     identity: ArenaIdentity
@@ -67,7 +67,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class FoundShare:
     """The sizes of the parts of the share, and digests of the parts that have no checksums of their own."""
 
     data_bytes: Count
@@ -78,14 +78,14 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class NoShare:
     """The server does not have the share, and why."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+class ReadShare:
     """Send bytes [start, start + size) of a part."""
 
     part: Part
@@ -93,8 +93,8 @@ class Read:
     size: Count
 
 
-_Message = Open | Opened | Refused | Read
-_TYPES: dict[str, type[_Message]] = {one.__name__: one for one in (Open, Opened, Refused, Read)}
+_Message = AskShare | FoundShare | NoShare | ReadShare
+_TYPES: dict[str, type[_Message]] = {one.__name__: one for one in (AskShare, FoundShare, NoShare, ReadShare)}
 
 
 def send(connection: socket.socket, message: _Message) -> None:

@@ -35,8 +35,8 @@ from lakeckpt.checkpoint.format.manifest import Manifest, Restored
 from lakeckpt.checkpoint.format.parts import PartRecord, SaveId, TensorRecord, TreeRecord
 from lakeckpt.checkpoint.peers.fetch import PeerShare
 from lakeckpt.checkpoint.peers.serve import ShareServer, own_address
-from lakeckpt.checkpoint.peers.sources import Share, ShareSource
-from lakeckpt.checkpoint.peers.wire import Open
+from lakeckpt.checkpoint.peers.sources import HeldShare, ShareSource
+from lakeckpt.checkpoint.peers.wire import AskShare
 from lakeckpt.checkpoint.restore.compare import Candidate
 from lakeckpt.checkpoint.restore.from_storage import Selection, commit_in
 from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of
@@ -172,9 +172,9 @@ class Remembered:
             loaded=self._loaded(decision, cut, shares, every),
         )
 
-    def _shares(self, run: str, decision: Decision, cut: CutId, key: bytes) -> dict[int, Share]:
+    def _shares(self, run: str, decision: Decision, cut: CutId, key: bytes) -> dict[int, HeldShare]:
         """Hold the shares to read: rank → its share, or one that stands for it."""
-        digest, found = digest_of_run(run, self._storage), dict[int, Share]()
+        digest, found = digest_of_run(run, self._storage), dict[int, HeldShare]()
         held = {
             rank
             for one in holdings_in(self._folder, digest)
@@ -186,7 +186,7 @@ class Remembered:
         def source_of(one: Source) -> ShareSource:
             identity = identity_of(digest, rank=one.rank, world_size=decision.world)
             if one.address:
-                asked = Open(identity=identity, cut=cut, digest=decision.digest)
+                asked = AskShare(identity=identity, cut=cut, digest=decision.digest)
                 fetched = partial(_fetched, one.address, key, asked)
                 return ShareSource(rank=one.rank, tier="other nodes", open=fetched)
             is_own = one.rank == self._rank and decision.world == self._world_size
@@ -194,7 +194,7 @@ class Remembered:
             return ShareSource(rank=one.rank, tier="own" if is_own else "own node", open=opened)
 
         for rank, sources in decision.reads(self._rank, self._world_size, held).items():
-            found[rank] = share = Share(map(source_of, sources), self._count, missing=gone)
+            found[rank] = share = HeldShare(map(source_of, sources), self._count, missing=gone)
             self._held.callback(share.close)
         return found
 
@@ -202,7 +202,7 @@ class Remembered:
         self,
         decision: Decision,
         cut: CutId,
-        shares: Mapping[int, Share],
+        shares: Mapping[int, HeldShare],
         readers: Mapping[str, Sequence[PendingRecord]],
     ) -> Loaded:
         what = f"step {cut.step} in memory"
@@ -248,14 +248,14 @@ def _opened(folder: ArenaFolder, name: str, cut: CutId, gone: str, stack: ExitSt
     return contents_of(held)
 
 
-def _fetched(address: str, key: bytes, asked: Open, stack: ExitStack) -> Contents:
+def _fetched(address: str, key: bytes, asked: AskShare, stack: ExitStack) -> Contents:
     """Open a share that another node serves. `ArenaDamaged` if it does not."""
     share = PeerShare(address, key, asked)
     stack.callback(share.close)
     return contents_from(share, share.documents(), share.checksums(), f"what {address} has sent")
 
 
-def _readers_of(shares: Collection[Share]) -> dict[str, tuple[PendingRecord, ...]]:
+def _readers_of(shares: Collection[HeldShare]) -> dict[str, tuple[PendingRecord, ...]]:
     """Return the pending records of each reader, with the rows that any of the ranks excluded. Raises
     `CheckpointMismatch` if the ranks recorded anything else that differs."""
     found: dict[str, tuple[PendingRecord, ...]] = {}
@@ -281,7 +281,7 @@ def _with_excluded(one: PendingRecord, other: PendingRecord) -> PendingRecord:
     return replace(one, record=replace(one.record, excluded=one.record.excluded + more))
 
 
-def _parts_of(every: Sequence[Share], cut: CutId) -> list[PartRecord]:
+def _parts_of(every: Sequence[HeldShare], cut: CutId) -> list[PartRecord]:
     """Return the shares of all ranks that captured ``cut`` as parts, each unit with the ranks that have it alike."""
     tensors: defaultdict[tuple[str, bytes], list[int]] = defaultdict(list)
     trees: defaultdict[tuple[str, bytes], list[int]] = defaultdict(list)
@@ -322,7 +322,7 @@ class _Arenas:
 
     __slots__ = ("_holders", "_records")
 
-    def __init__(self, holders: Mapping[str, Share], records: Mapping[str, TensorRecord]) -> None:
+    def __init__(self, holders: Mapping[str, HeldShare], records: Mapping[str, TensorRecord]) -> None:
         self._holders, self._records = holders, records
 
     def fill(self, into: Mapping[str, memoryview]) -> None:
