@@ -36,18 +36,22 @@ def lost(storage: MemoryStorage, tmp_path: Path, after: Sequence[str], **options
     return before, job(storage, [tmp_path / name for name in after], steps=2, seed=9, saves_at=2, in_step=True)
 
 
-@pytest.mark.parametrize("after", [("a", "c"), ("c", "a"), ("a",), ("a", "c", "d"), ("c", "d", "a")])
+@pytest.mark.parametrize(
+    "after", [("a", "c"), ("c", "a"), ("a",), ("a", "c", "d"), pytest.param(("c", "d", "a"), marks=pytest.mark.soak)]
+)
 def test_a_lost_node_costs_no_step_and_reads_no_data_from_storage(tmp_path: Path, after: tuple[str, ...]) -> None:
     storage = Watched()
     before, found = lost(storage, tmp_path, after)
     assert [one.step for one in found] == [STEPS] * len(after)
     assert {one.restored for one in found} == {one.reached for one in before}
     assert storage.reads == []
+    own = "own" if after == ("a", "c") else "own node"
     for name, one in zip(after, found, strict=True):
         assert one.report is not None and one.report.captured == STEPS and one.report.checked
-        assert set(one.report.read) == (
-            {"other nodes"} if name != "a" else {"own"} if after == ("a", "c") else {"own node"}
-        )
+        assert set(one.report.read) == {own if name == "a" else "other nodes"}
+    assert [one.report is not None and one.report.derived_random for one in found] == [
+        rank > 0 for rank in range(len(after))
+    ]
     assert rows_recorded(storage) == [2 * 2 * ROWS, (STEPS - 2) * 2 * ROWS + 2 * len(after) * ROWS]
     assert verify(storage).every_damage == ()
 
@@ -84,3 +88,16 @@ def test_if_no_source_of_a_share_is_left_all_ranks_take_the_cut_before(tmp_path:
     with pytest.warns(DamageWarning, match=f"memory/0:{STEPS}: this cut is not restored from memory"):
         found = job(storage, [tmp_path / "a", tmp_path / "c"], steps=1, seed=9, in_step=True)
     assert [one.step for one in found] == [STEPS - 1] * 2 and storage.reads == []
+
+
+@pytest.mark.parametrize(("before", "after"), [("aabb", "ab"), ("ab", "bac"), ("abc", "b")])
+def test_another_number_of_ranks_reads_the_shares_of_several_nodes(tmp_path: Path, before: str, after: str) -> None:
+    """Each rank has a buffer of its own, so that no share stands for another one."""
+    storage = Watched()
+    first = job(storage, [tmp_path / name for name in before], steps=4, seed=0, saves_at=2, own=True, in_step=True)
+    second = job(storage, [tmp_path / name for name in after], steps=1, seed=9, own=True, in_step=True)
+    if set(before) <= set(after):
+        assert [one.step for one in second] == [4] * len(after) and storage.reads == []
+        assert [one.restored for one in second] == [first[rank % len(before)].reached for rank in range(len(after))]
+    else:  # no rank runs on the other nodes, to serve what they hold
+        assert [one.step for one in second] == [2] * len(after) and storage.reads

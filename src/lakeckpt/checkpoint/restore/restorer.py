@@ -100,6 +100,8 @@ class RestoreReport:
     read: Mapping[str, int] = field(default_factory=dict)
     """How many bytes of tensors this rank has read, and from where: from its ``own`` capture in memory, from that of
     another rank on its ``own node``, from the memory of ``other nodes``, or from ``storage``."""
+    derived_random: bool = False
+    """True if this rank derived its random states, because those of a rank of its number were not there."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """reader → why the rest of its epoch was skipped: its table version is gone (``on_version_gone="next_epoch"``)."""
 
@@ -343,6 +345,7 @@ class Restorer:
             per_rank=() if chosen is None else chosen.loaded.per_rank,
             passed_over=self._newer_than(chosen),
             read=dict(self._read_bytes),
+            derived_random=chosen is not None and chosen.loaded.random is None,
             skipped=skipped,
         )
         return 0 if chosen is None else chosen.step, attempt, report
