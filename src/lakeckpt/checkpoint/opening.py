@@ -6,8 +6,10 @@ captured: `place_of` refuses it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,7 +21,8 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.capture.engine import CaptureEngine, warn_of_others
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.capture.fence import owners
 from lakeckpt.checkpoint.capture.state_watch import estimated_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
 from lakeckpt.checkpoint.copying.backups import Backup
@@ -27,7 +30,7 @@ from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.counters import RunCounters
-from lakeckpt.errors import ConfigError, UnsupportedValue
+from lakeckpt.errors import CaptureWarning, ConfigError, UnsupportedValue
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import open_storage
@@ -151,7 +154,7 @@ def _open_agent(
     counters: RunCounters | None,
 ) -> tuple[CaptureEngine, AgentLink, Generations]:
     """Start what captures ``objects``, and the agent that persists captures."""
-    warn_of_others(objects)
+    _warn_of_others(objects)
     place.arenas.make()
     digest = digest_of_run(attempt.run, place.storage)
     identity = identity_of(digest, rank=exchange.rank, world_size=exchange.world_size)
@@ -182,6 +185,21 @@ def _open_agent(
         ranks_here=len(exchange.neighbours),
     )
     return engine, agent, Generations(place.arenas, identity)
+
+
+def _warn_of_others(objects: Mapping[str, Any]) -> None:
+    """Warn if another engine captures some of the ``objects``, too."""
+
+    def shared() -> list[str]:
+        theirs = {id(one) for each in owners() if isinstance(each, CaptureEngine) for one in each.objects.values()}
+        return sorted(name for name, one in objects.items() if id(one) in theirs)
+
+    if shared():
+        gc.collect()  # nobody may hold the other one any more
+    if names := shared():
+        text = f"another CheckpointManager, which was not closed, captures {', '.join(map(repr, names))}, too: each "
+        text += "optimizer step waits for both, and both take memory. Close the other one first, or use it in a `with`"
+        warnings.warn(text, CaptureWarning, stacklevel=2)
 
 
 def _say_memory(

@@ -15,7 +15,6 @@ holds the engine any more. The engine never communicates and never writes to sto
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import time
@@ -33,7 +32,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.copier import Capture, Copier, Naming, error_of
-from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph, owners
+from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph
 from lakeckpt.checkpoint.capture.kept import Skipped, uncounted
 from lakeckpt.checkpoint.capture.links import Link, open_link
 from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
@@ -45,7 +44,7 @@ from lakeckpt.counters import RunCounters
 from lakeckpt.errors import CaptureWarning, ConfigError, LakeckptError
 from lakeckpt.recovery.facts import CutId
 
-__all__ = ["CaptureEngine", "warn_of_others"]
+__all__ = ["CaptureEngine"]
 
 _REMEMBERED = 1000
 """The reason why a capture was dropped is kept for so many steps."""
@@ -97,8 +96,8 @@ class CaptureEngine:
             joins=slice_bytes is None and not self._gate.paces,
             ranks_here=ranks_here,
         )
-        self._objects = dict(objects)
-        self._planner = Planner(self._objects, slice_bytes=slice_bytes)
+        self.objects = dict(objects)
+        self._planner = Planner(self.objects, slice_bytes=slice_bytes)
         self._step_fence = StepFence(self.fence, self._late)
         self._linked: CapturePlan | None = None  # the plan whose devices have links
         self._documents_bytes = 0
@@ -387,21 +386,6 @@ class CaptureEngine:
         self._is_whole = not capture.skipped.keys
         self._store.completed()
         return True
-
-
-def warn_of_others(objects: Mapping[str, Any]) -> None:
-    """Warn if another engine captures some of the ``objects``, too."""
-
-    def shared() -> list[str]:
-        theirs = {id(one) for each in owners() if isinstance(each, CaptureEngine) for one in each._objects.values()}
-        return sorted(name for name, one in objects.items() if id(one) in theirs)
-
-    if shared():
-        gc.collect()  # nobody may hold the other one any more
-    if names := shared():
-        text = f"another CheckpointManager, which was not closed, captures {', '.join(map(repr, names))}, too: each "
-        text += "optimizer step waits for both, and both take memory. Close the other one first, or use it in a `with`"
-        warnings.warn(text, CaptureWarning, stacklevel=2)
 
 
 def _release(process: int, fence: StepFence, copier: Copier, store: ArenaStore) -> None:
