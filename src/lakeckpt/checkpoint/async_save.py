@@ -22,6 +22,7 @@ from typing import Any
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.link import AgentLink
 from lakeckpt.checkpoint.agent.orders import Order, TableDocuments
+from lakeckpt.checkpoint.arena.dividing import division_of
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.reports import shared_fields
@@ -32,6 +33,7 @@ from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.peers.alike import ShareFinder
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.indexes import Document, documents_of_all
+from lakeckpt.checkpoint.persist.publish import REPLICAS
 from lakeckpt.checkpoint.report import Saved
 from lakeckpt.core.state import depends_on_data
 from lakeckpt.errors import (
@@ -46,12 +48,14 @@ from lakeckpt.recovery.facts import CutId
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.notes import error_to_text, save_error
 from lakeckpt.tracking.obstacles import Obstacle
+from lakeckpt.tracking.tally import Tally
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 from lakeckpt.wire.envelope import dumps
 
 __all__ = ["Background"]
 
 _NOTHING_SPARE_S = 0.01
+_NODE, _REPLICA = "node of rank ", "replica"
 _LOOK_S = 0.5
 """How often a trainer looks for obstacles of the saves that are under way."""
 _LOOKS = 8
@@ -107,6 +111,26 @@ class Background:
         self._passed_on: set[Obstacle] = set()  # to the agent
         self._next_look_s = float("-inf")
         self._finder = ShareFinder(exchange, rank=exchange.rank, world_size=exchange.world_size, now=waiter.now)
+
+    def replica_facts(self) -> dict[str, str]:
+        """Return facts for `divide`: the ranks of this node, and what ranks that are alike have in common."""
+        neighbours = self._exchange.neighbours
+        if len(neighbours) < 2:
+            return {}
+        try:
+            replica = self._engine.replica().hex()
+        except Exception:  # what cannot be captured is refused at the first cut
+            return {}
+        return {f"{_NODE}{neighbours[0]}": ",".join(map(str, neighbours)), _REPLICA: replica}
+
+    def divide(self, tally: Tally) -> None:
+        """Capture this rank's share of the state from now on, if all ranks are replicas, by the facts of all."""
+        replicas = tally.facts.get(_REPLICA, {})
+        texts = [text for name, values in tally.facts.items() if name.startswith(_NODE) for text in values]
+        groups = [tuple(map(int, text.split(","))) for text in texts]
+        nodes = {rank: group for group in groups for rank in group}
+        if len(replicas) == 1 and next(iter(replicas.values())).size == len(nodes) == self._exchange.world_size:
+            self._engine.divide(division_of(nodes, self._exchange.rank))
 
     # --- cuts
 
@@ -293,6 +317,11 @@ class Background:
         else:
             if one.was_raised:
                 return
+            assert result.error is not None
+            if self._engine.is_divided and REPLICAS in str(result.error):
+                self._engine.divide(None)
+                text = f"{result.error}. From now on each rank captures all of its state"
+                result = replace(result, error=SaveFailed(text))
             assert result.error is not None
             self._note(one.order, result.error)
             is_covered = self.attempt.recorded >= one.order.step or self.is_saving(one.order.step)

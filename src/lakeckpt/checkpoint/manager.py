@@ -232,7 +232,10 @@ class CheckpointManager(Closing):
             copies=None if source is None else partial(RunCopy, opened(source, source_options), self._storage),
         ).restore(self._presence)
         # If one rank cannot begin, none does: the others would wait for it at the first save.
-        note_sharing(Together(self._exchange).do(lambda: self._begin(done, attempt)), self._tracks)
+        tally = Together(self._exchange).do(lambda: self._begin(done, attempt))
+        note_sharing(tally, self._tracks)
+        if isinstance(self._saves, Background):
+            self._saves.divide(tally)
         self._preemption.start(done, has_agent=self._place is not None)
         note_begun(done)
         return done
@@ -259,7 +262,8 @@ class CheckpointManager(Closing):
         self._schedule.start(done)
         self._counters.begin(done, attempt.recorded, self._report.restored if self._report else None)
         self._uncount = RUNS.follow(self, self._counters)
-        return sharing_facts(objects, self._tracks, self._exchange.world_size)
+        replicas = self._saves.replica_facts() if isinstance(self._saves, Background) else {}
+        return replicas | sharing_facts(objects, self._tracks, self._exchange.world_size)
 
     def step(self, batch: Any = None, *, metric: float | None = None) -> None:
         """Count an optimizer step, and save if the policy says so. Call it on every rank after each optimizer step,

@@ -7,6 +7,8 @@
                that it is made once
     readers    name → the record of a reader at the cut, opaque here
     frozen     key → how often a tensor that captures may skip was changed, as torch counts it; only if none was skipped
+    sums       key → the sum of a tensor that the replicas of a node divide (`lakeckpt.checkpoint.arena.dividing`), as
+               this rank has it; only if the cut is saved
     shares     the list of the shares of all ranks (`lakeckpt.recovery.shares`), if it is known
 
 `GenerationDocuments` writes and reads them. `contents_of` joins them with the data of a generation that is held, and
@@ -100,6 +102,7 @@ class GenerationDocuments:
     table: TensorTable
     readers: Mapping[str, bytes] = field(default_factory=dict)
     frozen: Mapping[str, Count] = field(default_factory=dict)
+    sums: Mapping[str, bytes] = field(default_factory=dict)
     shares: bytes = b""
 
     def to_bytes(self) -> bytes:

@@ -52,10 +52,11 @@ class Filling:
         documents: bytes,
         kept: KeptLeaves | None = None,
         shares: bytes = b"",
+        divided: bool = False,
     ) -> GenerationRecord:
         """Make the generation the complete one of ``cut``, which has this ``digest`` (16 bytes). Nobody writes to its
         data any more. ``kept``: the leaves that lay there before. ``shares``: the digest of the list of shares in the
-        documents.
+        documents. ``divided``: it is a share of what the node's replicas have divided.
 
         Raises `ArenaDamaged` if ``documents`` are larger than the arena has room for, and abandons the generation.
         """
@@ -73,6 +74,7 @@ class Filling:
             documents_bytes=len(documents),
             documents_checksum=checksum(documents),
             kept=kept,
+            divided=divided,
             shares=shares,
         )
         data = record.to_bytes()

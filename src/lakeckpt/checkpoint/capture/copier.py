@@ -49,6 +49,10 @@ class Capture:
     stale: frozenset[str] = frozenset()
     """Skipped tensors that have changed. `copy` finds them."""
     trees: Mapping[str, Callable[[], bytes]]
+    sums: Mapping[str, bytes] = field(default_factory=dict)
+    """The sums of the tensors that are divided, as this rank has them."""
+    divided: bool = False
+    """The generation is a share of what the replicas of this node have divided."""
     named: Naming | None = None
     shares: ShareList | None = None
     begun_s: float = field(default_factory=time.perf_counter)
@@ -82,6 +86,7 @@ class Capture:
             table=self.plan.table,
             readers=self.readers,
             frozen={} if self.skipped.keys else self.skipped.counts,
+            sums=self.sums,
             shares=b"" if self.shares is None else self.shares.document,
         ).to_bytes()
 
@@ -100,7 +105,9 @@ class Capture:
     def complete(self, documents: bytes) -> None:
         """Complete the generation."""
         shares, kept = b"" if self.shares is None else self.shares.digest, self.skipped.leaves()
-        self.filling.complete(self.cut, digest=self.digest, documents=documents, kept=kept, shares=shares)
+        self.filling.complete(
+            self.cut, digest=self.digest, documents=documents, kept=kept, shares=shares, divided=self.divided
+        )
 
     def drop(self) -> None:
         """Abort the capture and release its generation. No thread reads or writes for the capture afterwards."""

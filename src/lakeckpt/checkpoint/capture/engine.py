@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from lakeckpt.checkpoint.arena.dividing import Division
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
@@ -39,7 +40,9 @@ from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
+from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.parts import SiteWaits
+from lakeckpt.checkpoint.state.tensors import sums_of
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import CaptureWarning, ConfigError, LakeckptError
 from lakeckpt.recovery.facts import CutId
@@ -166,6 +169,8 @@ class CaptureEngine:
                 filling=filling,
                 trees=self._planner.trees(),
                 named=named,
+                divided=bool(self._planner.divided),
+                sums=_sums_of(self._planner.divided) if must else {},
                 skipped=skipped,
                 samples=self._samples_of(plan, frozen),
                 sample=self._samples_of(plan, frozen).take(),
@@ -211,8 +216,23 @@ class CaptureEngine:
 
     @property
     def has_whole(self) -> bool:
-        """True if the newest complete capture has copied all tensors."""
+        """True if the newest complete capture is fit to be saved: it has copied all tensors, and the sums of those that
+        are divided."""
         return self._is_whole
+
+    def divide(self, division: Division | None) -> None:
+        """Capture this rank's share of the state from the next cut on; None: all of it."""
+        self._planner.divide(division)
+
+    @property
+    def is_divided(self) -> bool:
+        """True if the replicas of this node divide the state."""
+        return bool(self._planner.divided)
+
+    def replica(self) -> bytes:
+        """Return a digest of the tensors that replicas could divide, equal on ranks that are alike. Raises as `cut`."""
+        sums = _sums_of(self._planner.divisible())
+        return short_digest(*(part for key, one in sorted(sums.items()) for part in (key.encode(), one)))
 
     def distrust(self, keys: Iterable[str]) -> None:
         """Copy these frozen tensors at each cut, and warn: they changed, and torch has not counted it."""
@@ -383,9 +403,15 @@ class CaptureEngine:
             return False
         self._store.kept.complete(capture.skipped, capture.filling.sequence + 1)
         capture.complete(documents)
-        self._is_whole = not capture.skipped.keys
+        self._is_whole = not capture.skipped.keys and (bool(capture.sums) or not capture.divided)
         self._store.completed()
         return True
+
+
+def _sums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """Return the sums of tensors, with their dtypes and shapes."""
+    sums = zip(tensors.items(), sums_of(tensors.values()), strict=True)
+    return {key: f"{one:016x} {tensor.dtype} {tuple(tensor.shape)}".encode() for (key, tensor), one in sums}
 
 
 def _release(process: int, fence: StepFence, copier: Copier, store: ArenaStore) -> None:
