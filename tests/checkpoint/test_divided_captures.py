@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,16 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.arena import dividing
 from lakeckpt.checkpoint.async_save import Background
+from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.restore.restorer import RestoreReport
 from lakeckpt.errors import SaveFailed
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.agent.rig import take_checksums
 from tests.checkpoint.capturing.reading import bytes_of
 from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, Reader, good, manager, run_ranks
 from tests.patience import PATIENCE_S
+from tests.tracking.processes import run_processes
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +52,10 @@ class Net(torch.nn.Module):
         self.first = torch.nn.Linear(64, 63)
         self.second = torch.nn.Linear(63, 5)
         self.register_buffer("seen", torch.full((3,), float(rank)))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.second(torch.relu(self.first(data)))
+        return found
 
 
 def tensors_of(objects: dict[str, Any]) -> dict[str, bytes]:
@@ -173,3 +185,47 @@ def test_a_replica_that_drifts_is_named_and_nothing_is_divided_from_then_on(tmp_
     after = job(storage, [tmp_path] * 2, steps=1, seed=9)
     assert [one.step for one in after] == [9, 9]
     assert [one.restored for one in after] == [one.reached for one in before]
+
+
+def state_text(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    whole = tensors_of({"model": model, "optimizer": optimizer})
+    return repr(sorted((key, short_digest(one).hex()) for key, one in whole.items()))
+
+
+def train(rank: int, world_size: int, folder: str, attempt: int, kill: bool) -> None:
+    """Train with DDP over gloo; each rank is killed after its sixth step, if ``kill``."""
+    torch.set_num_threads(1)
+    meet = f"file://{folder}/meet{attempt}"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world_size)
+    net = Net(attempt, 0)
+    model, optimizer = DistributedDataParallel(net), torch.optim.AdamW(net.parameters())
+    objects = {"model": model, "optimizer": optimizer}
+    options: dict[str, Any] = {"persist_every": 4, "capture_every": 1, "arenas": f"{folder}/arenas"}
+    with CheckpointManager(f"{folder}/run", objects, timeout_s=PATIENCE_S, **options) as saver:
+        step = saver.restore()
+        Path(folder, f"restored.{rank}").write_text(f"{step} {state_text(net, optimizer)}")
+        while step < (6 if kill else 8):
+            torch.manual_seed(100 * step + rank)
+            optimizer.zero_grad()
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            saver.step()
+            step += 1
+            assert isinstance(saver._saves, Background) and saver._saves._engine.is_divided
+            Path(folder, f"reached.{step}.{rank}").write_text(f"{step} {state_text(net, optimizer)}")
+            saver._saves._engine.wait()
+        dist.barrier()
+        if kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_job_of_ddp_that_is_killed_goes_on_bitwise(tmp_path: Path, ranks: int) -> None:
+    run_processes(ranks, train, ranks, str(tmp_path), 1, True, ends=[-signal.SIGKILL] * ranks)
+    run_processes(ranks, train, ranks, str(tmp_path), 2, False)
+    for rank in range(ranks):
+        restored = (tmp_path / f"restored.{rank}").read_text()
+        assert restored.startswith("6 ")
+        assert restored == (tmp_path / f"reached.6.{rank}").read_text()
+    assert verify(LocalStorage(tmp_path / "run")).every_damage == ()
