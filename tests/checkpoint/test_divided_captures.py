@@ -150,6 +150,7 @@ def test_any_number_of_ranks_restores_it_from_memory_and_from_storage(
     storage = MemoryStorage()
     saves_at = (5,) if tier == "storage" else ()
     first = job(storage, [tmp_path / "a"] * before, steps=5, saves_at=saves_at)
+    assert [one.failed for one in first] == [""] * before
     second = job(storage, [tmp_path / ("a" if tier == "memory" else "b")] * after, steps=1, seed=9)
     assert [one.step for one in second] == [5] * after
     for rank, one in enumerate(second):

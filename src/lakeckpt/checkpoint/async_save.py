@@ -121,6 +121,8 @@ class Background:
             replica = self._engine.replica().hex()
         except Exception:  # what cannot be captured is refused at the first cut
             return {}
+        if not replica:
+            return {}
         return {f"{_NODE}{neighbours[0]}": ",".join(map(str, neighbours)), _REPLICA: replica}
 
     def divide(self, tally: Tally) -> None:

@@ -230,8 +230,11 @@ class CaptureEngine:
         return bool(self._planner.divided)
 
     def replica(self) -> bytes:
-        """Return a digest of the tensors that replicas could divide, equal on ranks that are alike. Raises as `cut`."""
-        sums = _sums_of(self._planner.divisible())
+        """Return a digest of the tensors that replicas could divide, equal on ranks that are alike; empty if there are
+        no such tensors. Raises as `cut`."""
+        if not (divisible := self._planner.divisible()):
+            return b""
+        sums = _sums_of(divisible)
         return short_digest(*(part for key, one in sorted(sums.items()) for part in (key.encode(), one)))
 
     def distrust(self, keys: Iterable[str]) -> None:

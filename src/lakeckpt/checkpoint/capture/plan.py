@@ -76,8 +76,10 @@ class Planner:
         self._names, self._divided = {}, {}
 
     def divisible(self) -> Mapping[str, torch.Tensor]:
-        """Return the tensors of the state as it is now that replicas could divide."""
-        late = Sources(self._objects).late
+        """Return the tensors of the state as it is now that replicas could divide; none if ranks divide tensors of the
+        state already, by a mesh."""
+        sources = Sources(self._objects)
+        late = {} if sources.shared else sources.late
         return {key: one for key, one in late.items() if _can_be_divided(key, one)}
 
     @property
