@@ -3,6 +3,7 @@
 ::
 
     each node's [facts]: which cuts its memory holds → [decide]: the cut, where each rank reads it, why not a newer one
+    [shares]: which ranks captured the same
 
 `lakeckpt.checkpoint.restore` collects the facts of all nodes and restores what was decided; the agents of a job decide
 in the same way which cut their final save persists.

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.arena.arena import Arena, HeldGeneration
 from lakeckpt.checkpoint.arena.contents import Contents
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, LEAF_BYTES, PIECE_BYTES, leaf_digests, leaves_of_all
 
@@ -25,6 +25,7 @@ def checked(contents: Contents) -> Contents:
     if contents.checksums is not None:
         return contents
     held = contents.held
+    assert isinstance(held, HeldGeneration), "a share on another node has its checksums"
     known, data, count = held.known_leaves(), held.data, held.arena.layout.num_leaves
     runs = _runs([number for number in range(count) if number not in known])
     taken = leaves_of_all([data[first * LEAF_BYTES : stop * LEAF_BYTES] for first, stop in runs])

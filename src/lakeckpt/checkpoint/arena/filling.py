@@ -45,10 +45,17 @@ class Filling:
         return self.memory[at : at + self.layout.data_bytes]
 
     def complete(
-        self, cut: CutId, *, digest: bytes, documents: bytes, kept: KeptLeaves | None = None
+        self,
+        cut: CutId,
+        *,
+        digest: bytes,
+        documents: bytes,
+        kept: KeptLeaves | None = None,
+        shares: bytes = b"",
     ) -> GenerationRecord:
         """Make the generation the complete one of ``cut``, which has this ``digest`` (16 bytes). Nobody writes to its
-        data any more. ``kept``: the leaves that lay there before.
+        data any more. ``kept``: the leaves that lay there before. ``shares``: the digest of the list of shares in the
+        documents.
 
         Raises `ArenaDamaged` if ``documents`` are larger than the arena has room for, and abandons the generation.
         """
@@ -66,6 +73,7 @@ class Filling:
             documents_bytes=len(documents),
             documents_checksum=checksum(documents),
             kept=kept,
+            shares=shares,
         )
         data = record.to_bytes()
         assert len(data) <= self.layout.record_room, "its fields are of a few bytes"

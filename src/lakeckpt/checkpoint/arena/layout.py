@@ -128,7 +128,8 @@ class KeptLeaves:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRecord:
     """The record that makes a generation complete. ``digest``: of the cut (16 bytes), the same on every rank.
-    ``kept``: the leaves that lay there before; None if all were written."""
+    ``kept``: the leaves that lay there before; None if all were written. ``shares``: of the list of shares among its
+    documents; empty if there is none."""
 
     sequence: Count
     cut: CutId
@@ -136,6 +137,7 @@ class GenerationRecord:
     documents_bytes: Count
     documents_checksum: bytes
     kept: KeptLeaves | None = None
+    shares: bytes = b""
 
     def to_bytes(self) -> bytes:
         """Return the record, behind its length."""

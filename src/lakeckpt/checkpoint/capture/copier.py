@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from lakeckpt.checkpoint.arena.contents import GenerationDocuments
+from lakeckpt.checkpoint.arena.contents import GenerationDocuments, TensorTable
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.capture.kept import Skipped
 from lakeckpt.checkpoint.capture.plan import CapturePlan
@@ -21,8 +21,13 @@ from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import LakeckptError, SaveFailed, UnannouncedChange
 from lakeckpt.recovery.facts import CutId
+from lakeckpt.recovery.shares import ShareList
 
-__all__ = ["Capture", "Copier", "error_of"]
+__all__ = ["Capture", "Copier", "Naming", "error_of"]
+
+Naming = Callable[[CutId, TensorTable, Mapping[str, bytes], memoryview], ShareList | None]
+"""Returns the list of shares that a capture names, from the cut, the table of tensors, the documents of trees, and the
+data (`lakeckpt.checkpoint.peers.alike`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,6 +49,8 @@ class Capture:
     stale: frozenset[str] = frozenset()
     """Skipped tensors that have changed. `copy` finds them."""
     trees: Mapping[str, Callable[[], bytes]]
+    named: Naming | None = None
+    shares: ShareList | None = None
     begun_s: float = field(default_factory=time.perf_counter)
 
     def count(self, counters: RunCounters, *, complete: bool, paces: bool) -> None:
@@ -68,8 +75,15 @@ class Capture:
         self.stale = changed & self.skipped.keys
         self._refuse(sorted(changed - self.stale))
         trees = {name: document() for name, document in self.trees.items()}
-        frozen = {} if self.skipped.keys else self.skipped.counts
-        return GenerationDocuments(trees=trees, table=self.plan.table, readers=self.readers, frozen=frozen).to_bytes()
+        if self.named is not None:
+            self.shares = self.named(self.cut, self.plan.table, trees, self.filling.data)
+        return GenerationDocuments(
+            trees=trees,
+            table=self.plan.table,
+            readers=self.readers,
+            frozen={} if self.skipped.keys else self.skipped.counts,
+            shares=b"" if self.shares is None else self.shares.document,
+        ).to_bytes()
 
     def _refuse(self, changed: list[str]) -> None:
         if changed:
@@ -85,7 +99,8 @@ class Capture:
 
     def complete(self, documents: bytes) -> None:
         """Complete the generation."""
-        self.filling.complete(self.cut, digest=self.digest, documents=documents, kept=self.skipped.leaves())
+        shares, kept = b"" if self.shares is None else self.shares.digest, self.skipped.leaves()
+        self.filling.complete(self.cut, digest=self.digest, documents=documents, kept=kept, shares=shares)
 
     def drop(self) -> None:
         """Abort the capture and release its generation. No thread reads or writes for the capture afterwards."""

@@ -31,7 +31,7 @@ from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.capture.copier import Capture, Copier, error_of
+from lakeckpt.checkpoint.capture.copier import Capture, Copier, Naming, error_of
 from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph
 from lakeckpt.checkpoint.capture.kept import Skipped, uncounted
 from lakeckpt.checkpoint.capture.links import Link, open_link
@@ -48,6 +48,9 @@ __all__ = ["CaptureEngine"]
 
 _REMEMBERED = 1000
 """The reason why a capture was dropped is kept for so many steps."""
+_SEAL_S = 1.0
+"""A cut is skipped if the capture before has not ended by then. Sealing a generation takes milliseconds: this much only
+passes on a machine that gives its thread no processor."""
 
 
 class CaptureEngine:
@@ -124,12 +127,14 @@ class CaptureEngine:
         readers: Mapping[str, bytes] | None = None,
         common: int | None = None,
         must: bool = False,
+        named: Naming | None = None,
     ) -> bool:
         """Begin to capture the state as it is now, which is the ``cut``. Returns False if the cut is skipped.
 
         ``digest`` (16 bytes) is the same on every rank that is at this cut. ``common`` is the newest step whose
         generation is known to be complete on all ranks. ``must``: the cut is to be saved. Wait for the arena and for
         the capture before, instead of skipping the cut, and copy frozen tensors, too, so that they can be compared.
+        ``named`` is called by the copier, and returns the list of shares that the capture names.
 
         Raises errors that occurred since the last call: `ArenaError` if there is no
         memory, `UnannouncedChange` for a tensor that changed before its fence, `SaveFailed` for anything else. Raises
@@ -160,6 +165,7 @@ class CaptureEngine:
                 plan=plan,
                 filling=filling,
                 trees=self._planner.trees(),
+                named=named,
                 skipped=skipped,
                 samples=self._samples_of(plan, frozen),
                 sample=self._samples_of(plan, frozen).take(),
@@ -266,7 +272,7 @@ class CaptureEngine:
         if not self._store.ready(plan, self._documents_bytes):
             self._make(plan)  # behind the capture under way
             return None
-        if self._under_way >= self._most_under_way():
+        if self._under_way >= self._most_under_way() and not self._ends_soon():
             return None
         assert self._store.arena is not None
         return self._store.arena.begin(common=common)
@@ -276,6 +282,17 @@ class CaptureEngine:
         copies off the device remain. With a limit of one, a host that runs ahead of its device would skip
         every other cut. A gate that paces knows only one capture."""
         return 2 if self._links and not self._gate.paces else 1
+
+    def _ends_soon(self) -> bool:
+        """Wait a moment for the capture before, which has copied all data since its fence, and only has to seal its
+        generation. Return whether another one may begin. Copies off a device may take long: nobody waits for these."""
+        if self._links:
+            return False
+        begin_s = time.perf_counter()
+        with self._changed:
+            ended = self._changed.wait_for(lambda: self._under_way < self._most_under_way(), _SEAL_S)
+        self._counters.stall_s += time.perf_counter() - begin_s
+        return ended
 
     def _samples_of(self, plan: CapturePlan, frozen: Iterable[str]) -> Samples:
         if self._samples is None or not self._samples.are_of(plan, frozen):
