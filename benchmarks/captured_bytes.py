@@ -96,7 +96,7 @@ def replicas(mib: int, ranks: int, place: Path) -> dict[str, Any]:
         folder = ArenaFolder(place / ("alone" if division is None else "divided"))
         objects = {"model": model, "optimizer": optimizer}
         engine = CaptureEngine(objects, identity, folder=folder, generations=4, counters=counters)
-        engine.divide(division)
+        engine.planner.divide(division)
         took_s: list[float] = []
         with closing(engine):
             for step in range(1, 10):

@@ -212,7 +212,7 @@ def train(rank: int, world_size: int, folder: str, attempt: int, kill: bool) -> 
             optimizer.step()
             saver.step()
             step += 1
-            assert isinstance(saver._saves, Background) and saver._saves._engine.is_divided
+            assert isinstance(saver._saves, Background) and saver._saves._engine.planner.divided
             Path(folder, f"reached.{step}.{rank}").write_text(f"{step} {state_text(net, optimizer)}")
             saver._saves._engine.wait()
         dist.barrier()

@@ -22,7 +22,7 @@ from typing import Any
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.link import AgentLink
 from lakeckpt.checkpoint.agent.orders import Order, TableDocuments
-from lakeckpt.checkpoint.arena.dividing import division_of
+from lakeckpt.checkpoint.arena.dividing import division_of, facts_of_node, nodes_of_replicas
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.reports import shared_fields
@@ -55,7 +55,6 @@ from lakeckpt.wire.envelope import dumps
 __all__ = ["Background"]
 
 _NOTHING_SPARE_S = 0.01
-_NODE, _REPLICA = "node of rank ", "replica"
 _LOOK_S = 0.5
 """How often a trainer looks for obstacles of the saves that are under way."""
 _LOOKS = 8
@@ -114,25 +113,17 @@ class Background:
 
     def replica_facts(self) -> dict[str, str]:
         """Return facts for `divide`: the ranks of this node, and what ranks that are alike have in common."""
-        neighbours = self._exchange.neighbours
-        if len(neighbours) < 2:
+        if len(self._exchange.neighbours) < 2:
             return {}
-        try:
-            replica = self._engine.replica().hex()
-        except Exception:  # what cannot be captured is refused at the first cut
-            return {}
-        if not replica:
-            return {}
-        return {f"{_NODE}{neighbours[0]}": ",".join(map(str, neighbours)), _REPLICA: replica}
+        with suppress(Exception):  # what cannot be captured is refused at the first cut
+            return facts_of_node(self._exchange.neighbours, self._engine.planner.replica())
+        return {}
 
     def divide(self, tally: Tally) -> None:
         """Capture this rank's share of the state from now on, if all ranks are replicas, by the facts of all."""
-        replicas = tally.facts.get(_REPLICA, {})
-        texts = [text for name, values in tally.facts.items() if name.startswith(_NODE) for text in values]
-        groups = [tuple(map(int, text.split(","))) for text in texts]
-        nodes = {rank: group for group in groups for rank in group}
-        if len(replicas) == 1 and next(iter(replicas.values())).size == len(nodes) == self._exchange.world_size:
-            self._engine.divide(division_of(nodes, self._exchange.rank))
+        nodes = nodes_of_replicas(tally)
+        if len(nodes) == self._exchange.world_size:
+            self._engine.planner.divide(division_of(nodes, self._exchange.rank))
 
     # --- cuts
 
@@ -323,8 +314,8 @@ class Background:
             if one.was_raised:
                 return
             assert result.error is not None
-            if self._engine.is_divided and REPLICAS in str(result.error):
-                self._engine.divide(None)
+            if self._engine.planner.divided and REPLICAS in str(result.error):
+                self._engine.planner.divide(None)
                 text = f"{result.error}. From now on each rank captures all of its state"
                 result = replace(result, error=SaveFailed(text))
             assert result.error is not None

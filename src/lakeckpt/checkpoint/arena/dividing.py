@@ -9,7 +9,7 @@ same division from the same specs. The module is pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
@@ -17,10 +17,12 @@ from lakeckpt.checkpoint.format.fields import ranges
 from lakeckpt.checkpoint.format.sharing import Sharing, part_key
 from lakeckpt.checkpoint.format.units import spread
 from lakeckpt.core.intervals import Intervals
+from lakeckpt.tracking.tally import Tally
 
-__all__ = ["Division", "RowBox", "division_of"]
+__all__ = ["Division", "RowBox", "division_of", "facts_of_node", "nodes_of_replicas"]
 
 _LARGE_BYTES = 16 * 2**20
+_NODE, _REPLICA = "node of rank ", "replica"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,23 @@ class Division:
 def _box(spec: TensorSpec, first: int, stop: int) -> RowBox:
     offsets = (first, *(0 for _ in spec.shape[1:])) if spec.shape else ()
     return RowBox(name=spec.key, key=part_key(spec.key, offsets, spec.shape), first=first, stop=stop)
+
+
+def facts_of_node(neighbours: Sequence[int], replica: bytes) -> dict[str, str]:
+    """Return the facts of a rank for `nodes_of_replicas`: the ranks of its node, and what ranks that are alike have in
+    common; none if that is empty."""
+    texts = {f"{_NODE}{neighbours[0]}": ",".join(map(str, neighbours)), _REPLICA: replica.hex()}
+    return texts if replica else {}
+
+
+def nodes_of_replicas(tally: Tally) -> dict[int, tuple[int, ...]]:
+    """Return rank → the ranks of its node, from the facts of all ranks that stated some; none if they are not alike."""
+    replicas = tally.facts.get(_REPLICA, {})
+    texts = [text for name, values in tally.facts.items() if name.startswith(_NODE) for text in values]
+    groups = [tuple(map(int, text.split(","))) for text in texts]
+    nodes = {rank: group for group in groups for rank in group}
+    is_alike = len(replicas) == 1 and next(iter(replicas.values())).size == len(nodes)
+    return nodes if is_alike else {}
 
 
 def division_of(nodes: Mapping[int, tuple[int, ...]], rank: int) -> Division | None:

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from lakeckpt.checkpoint.arena.dividing import Division
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
@@ -40,7 +39,6 @@ from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
-from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.parts import SiteWaits
 from lakeckpt.checkpoint.state.tensors import sums_of
 from lakeckpt.counters import RunCounters
@@ -100,7 +98,7 @@ class CaptureEngine:
             ranks_here=ranks_here,
         )
         self.objects = dict(objects)
-        self._planner = Planner(self.objects, slice_bytes=slice_bytes)
+        self.planner = Planner(self.objects, slice_bytes=slice_bytes)
         self._step_fence = StepFence(self.fence, self._late)
         self._linked: CapturePlan | None = None  # the plan whose devices have links
         self._documents_bytes = 0
@@ -158,7 +156,7 @@ class CaptureEngine:
         filling = self._begun(plan, common)
         if filling is None:
             return False
-        frozen = self._planner.unchanged()
+        frozen = self.planner.unchanged()
         skipped = self._store.kept.begin(plan, filling.number, frozen, whole=must)
         try:
             capture = Capture(
@@ -167,10 +165,10 @@ class CaptureEngine:
                 readers=readers or {},
                 plan=plan,
                 filling=filling,
-                trees=self._planner.trees(),
+                trees=self.planner.trees(),
                 named=named,
-                divided=bool(self._planner.divided),
-                sums=_sums_of(self._planner.divided) if must else {},
+                divided=bool(self.planner.divided),
+                sums=sums_of(self.planner.divided) if must else {},
                 skipped=skipped,
                 samples=self._samples_of(plan, frozen),
                 sample=self._samples_of(plan, frozen).take(),
@@ -220,23 +218,6 @@ class CaptureEngine:
         are divided."""
         return self._is_whole
 
-    def divide(self, division: Division | None) -> None:
-        """Capture this rank's share of the state from the next cut on; None: all of it."""
-        self._planner.divide(division)
-
-    @property
-    def is_divided(self) -> bool:
-        """True if the replicas of this node divide the state."""
-        return bool(self._planner.divided)
-
-    def replica(self) -> bytes:
-        """Return a digest of the tensors that replicas could divide, equal on ranks that are alike; empty if there are
-        no such tensors. Raises as `cut`."""
-        if not (divisible := self._planner.divisible()):
-            return b""
-        sums = _sums_of(divisible)
-        return short_digest(*(part for key, one in sorted(sums.items()) for part in (key.encode(), one)))
-
     def distrust(self, keys: Iterable[str]) -> None:
         """Copy these frozen tensors at each cut, and warn: they changed, and torch has not counted it."""
         if changed := self._store.kept.distrust(keys):
@@ -271,7 +252,7 @@ class CaptureEngine:
     # --- a cut, on the training thread
 
     def _late(self) -> Mapping[str, torch.Tensor]:
-        return self._planner.late
+        return self.planner.late
 
     def _fence(self) -> None:
         capture = self._current
@@ -280,7 +261,7 @@ class CaptureEngine:
 
     def _planned(self) -> CapturePlan:
         """Return the plan for the state as it is now, and open a link for each of its devices."""
-        plan = self._planner.renewed()
+        plan = self.planner.renewed()
         if plan is not self._linked:
             for device in {one.device for one in (*plan.early.values(), *plan.late.values())} - self._links.keys():
                 if (link := self.open_link(device)) is not None:
@@ -353,7 +334,7 @@ class CaptureEngine:
         """Let the copier make an arena that fits, unless it is doing so already."""
         if self._making or self._store.ready(plan, self._documents_bytes):
             return
-        trees = self._planner.trees()
+        trees = self.planner.trees()
         links = dict(self._links)
         self._copier.start()
         self._making = True
@@ -409,12 +390,6 @@ class CaptureEngine:
         self._is_whole = not capture.skipped.keys and (bool(capture.sums) or not capture.divided)
         self._store.completed()
         return True
-
-
-def _sums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """Return the sums of tensors, with their dtypes and shapes."""
-    sums = zip(tensors.items(), sums_of(tensors.values()), strict=True)
-    return {key: f"{one:016x} {tensor.dtype} {tuple(tensor.shape)}".encode() for (key, tensor), one in sums}
 
 
 def _release(process: int, fence: StepFence, copier: Copier, store: ArenaStore) -> None:

@@ -27,9 +27,10 @@ from lakeckpt.checkpoint.arena.contents import TensorPlace, TensorTable
 from lakeckpt.checkpoint.arena.dividing import Division, RowBox
 from lakeckpt.checkpoint.arena.slices import SlicePlan, aligned, fitting_slice_bytes, plan_slices
 from lakeckpt.checkpoint.capture.sources import Renewed, Sources
+from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.parts import SHARING
 from lakeckpt.checkpoint.format.sharing import is_part_key, sharing_to_bytes
-from lakeckpt.checkpoint.state.tensors import refuse_overlaps, spec_of
+from lakeckpt.checkpoint.state.tensors import refuse_overlaps, spec_of, sums_of
 from lakeckpt.errors import CaptureWarning
 
 __all__ = ["CapturePlan", "Planner", "plan_capture"]
@@ -81,6 +82,13 @@ class Planner:
         sources = Sources(self._objects)
         late = {} if sources.shared else sources.late
         return {key: one for key, one in late.items() if _can_be_divided(key, one)}
+
+    def replica(self) -> bytes:
+        """Return a digest of the tensors that replicas could divide, equal on ranks that are alike; empty if there are
+        no such tensors. Raises as `renewed`."""
+        divisible = self.divisible()
+        parts = [part for key, one in sorted(sums_of(divisible).items()) for part in (key.encode(), one)]
+        return short_digest(*parts) if divisible else b""
 
     @property
     def divided(self) -> Mapping[str, torch.Tensor]:

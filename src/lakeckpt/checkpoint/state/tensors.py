@@ -182,17 +182,20 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def sums_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the sum of the bytes of each contiguous tensor, as numbers of 64 bits, modulo 2^64. The device computes
-    the sums, and this thread waits for them."""
+def sums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """Return for each contiguous tensor the sum of its bytes, as numbers of 64 bits, with its dtype and shape. The
+    device computes the sums, and this thread waits for them."""
     sums: list[torch.Tensor] = []
-    for one in tensors:
+    for one in tensors.values():
         flat = as_bytes(one)
         whole = flat.numel() // 8 * 8
         words = flat[:whole] if flat.data_ptr() % 8 == 0 else flat[:whole].clone()
         rest = torch.nn.functional.pad(flat[whole:], (0, whole + 8 - flat.numel()))
         sums.append(words.view(torch.int64).sum() + rest.view(torch.int64).sum())
-    return [int(one) % 2**64 for one in sums]
+    return {
+        key: f"{int(one) % 2**64:016x} {tensor.dtype} {tuple(tensor.shape)}".encode()
+        for (key, tensor), one in zip(tensors.items(), sums, strict=True)
+    }
 
 
 def batches_of(items: Iterable[_T], size_of: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:
