@@ -203,8 +203,9 @@ class Background:
         self._engine.fence()
 
     def _has_captured(self, step: int) -> bool:
-        """Return whether `cut` has captured the cut of ``step``, and no save has used it since."""
-        return self._captured == step and self._engine.wait() == step
+        """Return whether `cut` has captured the cut of ``step`` without skipping a tensor, and no save has used it
+        since."""
+        return self._captured == step and self._engine.wait() == step and self._engine.has_whole
 
     def _capture(self, step: int, pending: Pending, *, must: bool, patient: bool = False) -> bool:
         states = {name: shared_fields(one[-1].record.state) for name, one in pending.items()}
@@ -288,6 +289,7 @@ class Background:
             self.attempt.last = self.attempt.parent = result.info.slot
             self.attempt.recorded = result.step
             self._journal.committed(result.step)
+            self._engine.distrust(result.remarks.changed)
         else:
             if one.was_raised:
                 return

@@ -6,7 +6,10 @@ captured: `place_of` refuses it.
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,24 +18,31 @@ from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, id
 from lakeckpt.checkpoint.agent.link import LINGER_S, AgentLink
 from lakeckpt.checkpoint.agent.orders import Hello
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.capture.engine import CaptureEngine, warn_of_others
+from lakeckpt.checkpoint.capture.engine import CaptureEngine
+from lakeckpt.checkpoint.capture.fence import owners
+from lakeckpt.checkpoint.capture.state_watch import estimated_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
 from lakeckpt.checkpoint.copying.backups import Backup
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.counters import RunCounters
-from lakeckpt.errors import ConfigError, UnsupportedValue
+from lakeckpt.errors import CaptureWarning, ConfigError, UnsupportedValue
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
+from lakeckpt.tracking.tally import name_ranks, ranks_of
 from lakeckpt.tracking.waiting import Waiter
 from lakeckpt.wire.envelope import dumps
 
 __all__ = ["Place", "open_saves", "opened", "place_of"]
+
+
+_LOG = logging.getLogger("lakeckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +154,7 @@ def _open_agent(
     counters: RunCounters | None,
 ) -> tuple[CaptureEngine, AgentLink, Generations]:
     """Start what captures ``objects``, and the agent that persists captures."""
-    warn_of_others(objects)
+    _warn_of_others(objects)
     place.arenas.make()
     digest = digest_of_run(attempt.run, place.storage)
     identity = identity_of(digest, rank=exchange.rank, world_size=exchange.world_size)
@@ -162,16 +172,61 @@ def _open_agent(
             backups=tuple(map(asdict, place.backups)) if exchange.rank == 0 else (),
         )
     )
+    generations = _generations(exchange.world_size)
+    _say_memory(objects, place.arenas, identity, exchange, generations=generations)
     engine = CaptureEngine(
         objects,
         identity,
         folder=place.arenas,
         step=step,
         gate=gate,
-        generations=_generations(exchange.world_size),
+        generations=generations,
         counters=counters,
+        ranks_here=len(exchange.neighbours),
     )
     return engine, agent, Generations(place.arenas, identity)
+
+
+def _warn_of_others(objects: Mapping[str, Any]) -> None:
+    """Warn if another engine captures some of the ``objects``, too."""
+
+    def shared() -> list[str]:
+        theirs = {id(one) for each in owners() if isinstance(each, CaptureEngine) for one in each.objects.values()}
+        return sorted(name for name, one in objects.items() if id(one) in theirs)
+
+    if shared():
+        gc.collect()  # nobody may hold the other one any more
+    if names := shared():
+        text = f"another CheckpointManager, which was not closed, captures {', '.join(map(repr, names))}, too: each "
+        text += "optimizer step waits for both, and both take memory. Close the other one first, or use it in a `with`"
+        warnings.warn(text, CaptureWarning, stacklevel=2)
+
+
+def _say_memory(
+    objects: Mapping[str, Any], folder: ArenaFolder, identity: ArenaIdentity, exchange: Exchange, *, generations: int
+) -> None:
+    """Say on one rank of each node how much memory captures take there: a warning if it is not there."""
+    ranks = exchange.neighbours
+    if exchange.rank != ranks[0]:
+        return
+    every = (one.size_bytes for one in folder.found() if one.identity is not None and _is_like(one.identity, identity))
+    size_bytes = max(every, default=0) or generations * estimated_bytes(objects.values())
+    room_bytes = folder.room_bytes(identity.run)
+    _LOG.log(
+        logging.INFO if len(ranks) * size_bytes <= room_bytes else logging.WARNING,
+        "captures of %s take about %.2f GiB of this node's memory, %d generations of %.2f GiB for each rank; %.2f GiB "
+        "are there in %s",
+        name_ranks(ranks_of(ranks)),
+        len(ranks) * size_bytes / 2**30,
+        generations,
+        size_bytes / generations / 2**30,
+        room_bytes / 2**30,
+        folder.path,
+    )
+
+
+def _is_like(one: ArenaIdentity, other: ArenaIdentity) -> bool:
+    return (one.run, one.world) == (other.run, other.world)
 
 
 def _generations(world_size: int) -> int:

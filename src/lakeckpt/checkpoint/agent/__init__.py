@@ -11,5 +11,5 @@
                                                 [generations]: cuts in the arena, locked, hashed
 
     The trainer dies: [final_save] → the newest cut that all ranks have. [logs]: where an agent writes;
-    [leftovers]: what ended jobs left in memory.
+    [leftovers]: what ended jobs left in memory. [frozen]: tensors that changed, though torch counted no change.
 """

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 
 from lakeckpt.checkpoint.agent.final_save import FINAL, agree_on_final_save, final_folder
+from lakeckpt.checkpoint.agent.frozen import FrozenTensors
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.orders import Bye, Message, Order, Outcome, TableDocuments
 from lakeckpt.checkpoint.agent.retrying import RetryingStorage
@@ -101,6 +102,7 @@ class Persister:
         self._bye: Bye | None = None
         self._order: Order | None = None  # the order under way
         self._until_s = float("inf")
+        self._frozen = FrozenTensors()
 
     def take(self, message: Message) -> None:
         """Take a message of the trainer. `run` ends after a `Bye`; a second `Bye` changes nothing."""
@@ -264,7 +266,10 @@ class Persister:
         if isinstance(held, Exception):
             raise held
         if held is not None:
-            return _staged(checked(contents_of(held)), order)
+            contents = checked(contents_of(held))
+            staged = _staged(contents, order)
+            self._frozen.compare(contents.documents.frozen, staged.staged.tensors)
+            return staged
         if not self._generations.steps():
             raise SaveFailed(
                 f"step {order.step} was not saved: nothing that rank {self.rank} has captured is in memory any more: "
@@ -316,7 +321,8 @@ class Persister:
     def _report_outcome(self, order: Order, found: Manifest | Exception, took_s: float) -> None:
         outcome = Outcome(step=order.step, number=order.number, took_s=took_s)
         if isinstance(found, Manifest):
-            came, remarks = f"committed in slot {found.slot}", self._publisher.remarks
+            came = f"committed in slot {found.slot}"
+            remarks = replace(self._publisher.remarks, changed=self._frozen.adopt())
             outcome = replace(outcome, info=CheckpointInfo.of(found), remarks=remarks)
         else:
             kind = found.kind if isinstance(found, LakeckptError) else SaveFailed.kind

@@ -305,11 +305,23 @@ class HeldGeneration:
 
     def checksums(self) -> bytes | None:
         """Return the digests of the leaves of the data, one behind the other; None if nobody has taken them."""
+        found = self._checksums()
+        return None if found is None or found.sequence != self.record.sequence else found.leaves
+
+    def known_leaves(self) -> dict[int, bytes]:
+        """Return the digests of leaves that lay there before the capture, and were taken then, by their numbers."""
+        found, kept = self._checksums(), self.record.kept
+        if found is None or kept is None or found.sequence < kept.since:
+            return {}
+        numbers = (number for first, stop in kept.ranges for number in range(first, stop))
+        return {number: found.leaves[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES] for number in numbers}
+
+    def _checksums(self) -> DataChecksums | None:
+        """Return what lies there: of this generation, or of an older one in the same place."""
         at = self.arena.layout.checksums_at(self.number)
         with contextlib.suppress(WireError):
             found = DataChecksums.from_bytes(self.arena._view[at : at + self.arena.layout.checksums_room])
-            is_whole = len(found.leaves) == DIGEST_BYTES * self.arena.layout.num_leaves
-            return found.leaves if is_whole and found.sequence == self.record.sequence else None
+            return found if len(found.leaves) == DIGEST_BYTES * self.arena.layout.num_leaves else None
         return None
 
     def put_checksums(self, leaves: bytes) -> None:

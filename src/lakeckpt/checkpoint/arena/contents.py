@@ -7,6 +7,7 @@
                that it is made once
     readers    name → the record of a reader at the cut, opaque here
     shares     the list of the shares of all ranks (`lakeckpt.recovery.shares`), if it is known
+    frozen     key → how often a tensor that captures may skip was changed, as torch counts it; only if none was skipped
 
 `GenerationDocuments` writes and reads them. `contents_of` joins them with the data of a generation that is held, and
 `contents_from` with those of one that lies elsewhere: `Contents` verifies tensors, and copies them to where they
@@ -99,6 +100,7 @@ class GenerationDocuments:
     table: TensorTable
     readers: Mapping[str, bytes] = field(default_factory=dict)
     shares: bytes = b""
+    frozen: Mapping[str, Count] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the document of a generation."""

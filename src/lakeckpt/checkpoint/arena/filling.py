@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from lakeckpt.checkpoint.arena.layout import ArenaLayout, GenerationRecord
+from lakeckpt.checkpoint.arena.layout import ArenaLayout, GenerationRecord, KeptLeaves
 from lakeckpt.errors import ArenaDamaged
 from lakeckpt.recovery.facts import CutId
 
@@ -44,9 +44,18 @@ class Filling:
         at = self.layout.data_at(self.number)
         return self.memory[at : at + self.layout.data_bytes]
 
-    def complete(self, cut: CutId, *, digest: bytes, documents: bytes, shares: bytes = b"") -> GenerationRecord:
+    def complete(
+        self,
+        cut: CutId,
+        *,
+        digest: bytes,
+        documents: bytes,
+        shares: bytes = b"",
+        kept: KeptLeaves | None = None,
+    ) -> GenerationRecord:
         """Make the generation the complete one of ``cut``, which has this ``digest`` (16 bytes). Nobody writes to its
-        data any more. ``shares``: the digest of the list of shares in the documents.
+        data any more. ``shares``: the digest of the list of shares in the documents. ``kept``: the leaves that lay
+        there before.
 
         Raises `ArenaDamaged` if ``documents`` are larger than the arena has room for, and abandons the generation.
         """
@@ -64,6 +73,7 @@ class Filling:
             documents_bytes=len(documents),
             documents_checksum=checksum(documents),
             shares=shares,
+            kept=kept,
         )
         data = record.to_bytes()
         assert len(data) <= self.layout.record_room, "its fields are of a few bytes"

@@ -117,6 +117,13 @@ class ArenaFolder:
         except OSError as error:
             raise ArenaError(f"the arenas in {self.path!r} cannot be looked at: {error.strerror}") from error
 
+    def room_bytes(self, run: bytes) -> int:
+        """Return how many bytes the arenas of the run with this digest may take here: those that they take already,
+        and those that are free. Raises `ArenaError`."""
+        taken = sum(info.size_bytes for info in self.found() if info.identity is not None and info.identity.run == run)
+        with self._opened(make=True) as folder:
+            return taken + self._free_bytes(folder)
+
     def remove(self, name: str) -> None:
         """Remove an arena, if it is there. Generations that somebody holds, to persist them, stay until released.
 
@@ -200,17 +207,26 @@ class ArenaFolder:
 
     # --- making an arena
 
-    def _check_room(self, folder: int, layout: ArenaLayout) -> None:
+    def refuse_without_room(self, layout: ArenaLayout, room_bytes: int, *, ranks: int = 1) -> None:
+        """Raise `ArenaError` if the arenas of so many ``ranks``, all of this ``layout``, take more than
+        ``room_bytes``."""
+        size_bytes = ranks * layout.size_bytes
+        if size_bytes > room_bytes:
+            whose = f"the arenas of the {ranks} ranks of this node take" if ranks > 1 else "an arena takes"
+            raise ArenaError(
+                f"{whose} {size_bytes / 2**30:.2f} GiB, {layout.generations} generations of "
+                f"{layout.data_bytes / 2**30:.2f} GiB{' each' if ranks > 1 else ''}, and "
+                f"{max(room_bytes, 0) / 2**30:.2f} GiB are free in {self.path!r}: give a folder on a disk, or make "
+                "room: `lakeckpt doctor` lists what ended jobs have left there"
+            )
+
+    def _free_bytes(self, folder: int) -> int:
         status = os.fstatvfs(folder)
         free = status.f_bavail * status.f_frsize - int(_SPARED * status.f_blocks * status.f_frsize)
-        if self.path.startswith(_SHM + "/"):
-            free = min(free, available_bytes())
-        if layout.size_bytes > free:
-            raise ArenaError(
-                f"an arena of {layout.generations} generations of {layout.data_bytes / 2**30:.2f} GiB takes "
-                f"{layout.size_bytes / 2**30:.2f} GiB, and {max(free, 0) / 2**30:.2f} GiB are free in {self.path!r}: "
-                "give a folder on a disk, or make room: `lakeckpt doctor` lists what ended jobs have left there"
-            )
+        return min(free, available_bytes()) if self.path.startswith(_SHM + "/") else free
+
+    def _check_room(self, folder: int, layout: ArenaLayout) -> None:
+        self.refuse_without_room(layout, self._free_bytes(folder))
 
     def _nameless(self, folder: int) -> int:
         """Open a new file without a name in the folder: it is gone when it is closed, unless it gets a name."""

@@ -28,7 +28,7 @@ from lakeckpt.recovery.facts import CutId
 from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["ArenaIdentity", "ArenaLayout", "DataChecksums", "GenerationRecord"]
+__all__ = ["ArenaIdentity", "ArenaLayout", "DataChecksums", "GenerationRecord", "KeptLeaves"]
 
 PAGE = 4096
 SUPERBLOCK_BYTES = 4 * PAGE
@@ -117,9 +117,19 @@ class ArenaLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptLeaves:
+    """Leaves of a generation's data that its capture did not write, as they were there: ``ranges`` (first, stop) of
+    their numbers. They are as they were when the generation of the sequence number ``since`` was complete."""
+
+    since: Count
+    ranges: tuple[tuple[Count, Count], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRecord:
     """The record that makes a generation complete. ``digest``: of the cut (16 bytes), the same on every rank.
-    ``shares``: of the list of shares among its documents; empty if there is none."""
+    ``shares``: of the list of shares among its documents; empty if there is none. ``kept``: the leaves that lay there
+    before; None if all were written."""
 
     sequence: Count
     cut: CutId
@@ -127,6 +137,7 @@ class GenerationRecord:
     documents_bytes: Count
     documents_checksum: bytes
     shares: bytes = b""
+    kept: KeptLeaves | None = None
 
     def to_bytes(self) -> bytes:
         """Return the record, behind its length."""

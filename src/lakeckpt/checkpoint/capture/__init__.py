@@ -6,7 +6,7 @@
                        |
                     [plan]: a place for each tensor; early or late → [store]: the arena → [moves]: copies of each slice
                        |
-    cut of a step → [engine]: copies early tensors, [samples] some spots
+    cut of a step → [engine]: copies early tensors, [samples] some spots; [kept]: what lies there already is skipped
                        |
                     [copier] (a thread) → [slice_copier]: late slices, by [links] from a device
                        |                        ^

@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 
 from lakeckpt.checkpoint.arena.contents import GenerationDocuments, TensorTable
 from lakeckpt.checkpoint.arena.filling import Filling
+from lakeckpt.checkpoint.capture.kept import Skipped
 from lakeckpt.checkpoint.capture.plan import CapturePlan
 from lakeckpt.checkpoint.capture.samples import Sample, Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.counters import RunCounters
-from lakeckpt.errors import SaveFailed, UnannouncedChange
+from lakeckpt.errors import LakeckptError, SaveFailed, UnannouncedChange
 from lakeckpt.recovery.facts import CutId
 from lakeckpt.recovery.shares import ShareList
 
-__all__ = ["Capture", "Copier", "Naming"]
+__all__ = ["Capture", "Copier", "Naming", "error_of"]
 
 Naming = Callable[[CutId, TensorTable, Mapping[str, bytes], memoryview], ShareList | None]
 """Returns the list of shares that a capture names, from the cut, the table of tensors, the documents of trees, and the
@@ -43,6 +44,10 @@ class Capture:
     samples: Samples
     sample: Sample
     """The spots of this cut."""
+    skipped: Skipped
+    """The tensors that lie in the generation already."""
+    stale: frozenset[str] = frozenset()
+    """Skipped tensors that have changed. `copy` finds them."""
     trees: Mapping[str, Callable[[], bytes]]
     named: Naming | None = None
     shares: ShareList | None = None
@@ -66,12 +71,17 @@ class Capture:
         if not self.slices.run():
             keys = list(self.plan.late)
             self._refuse([keys[number] for number in sorted(self.slices.changed)])
-        self._refuse(sorted(self.samples.changed(self.sample, self.filling.data)))
+        changed = self.samples.changed(self.sample, self.filling.data)
+        self.stale = changed & self.skipped.keys
+        self._refuse(sorted(changed - self.stale))
         trees = {name: document() for name, document in self.trees.items()}
         if self.named is not None:
             self.shares = self.named(self.cut, self.plan.table, trees, self.filling.data)
         shares = b"" if self.shares is None else self.shares.document
-        return GenerationDocuments(trees=trees, table=self.plan.table, readers=self.readers, shares=shares).to_bytes()
+        frozen = {} if self.skipped.keys else self.skipped.counts
+        return GenerationDocuments(
+            trees=trees, table=self.plan.table, readers=self.readers, shares=shares, frozen=frozen
+        ).to_bytes()
 
     def _refuse(self, changed: list[str]) -> None:
         if changed:
@@ -87,8 +97,8 @@ class Capture:
 
     def complete(self, documents: bytes) -> None:
         """Complete the generation."""
-        shares = b"" if self.shares is None else self.shares.digest
-        self.filling.complete(self.cut, digest=self.digest, documents=documents, shares=shares)
+        shares, kept = b"" if self.shares is None else self.shares.digest, self.skipped.leaves()
+        self.filling.complete(self.cut, digest=self.digest, documents=documents, shares=shares, kept=kept)
 
     def drop(self) -> None:
         """Abort the capture and release its generation. No thread reads or writes for the capture afterwards."""
@@ -138,3 +148,13 @@ class Copier:
         while (job := self._work.get()) is not None:
             job()
             del job  # it holds the engine, which nobody may close
+
+
+def error_of(step: int | None, failure: BaseException) -> LakeckptError:
+    """Return the error that the training thread raises for what failed in the copier."""
+    if isinstance(failure, LakeckptError):
+        return failure
+    what = "memory for captures could not be made" if step is None else f"the capture of step {step} failed"
+    error = SaveFailed(f"{what}: {failure!r}")
+    error.__cause__ = failure
+    return error

@@ -15,14 +15,13 @@ holds the engine any more. The engine never communicates and never writes to sto
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -32,8 +31,9 @@ from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.capture.copier import Capture, Copier, Naming
-from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph, owners
+from lakeckpt.checkpoint.capture.copier import Capture, Copier, Naming, error_of
+from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph
+from lakeckpt.checkpoint.capture.kept import Skipped, uncounted
 from lakeckpt.checkpoint.capture.links import Link, open_link
 from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
 from lakeckpt.checkpoint.capture.samples import Samples
@@ -41,10 +41,10 @@ from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
 from lakeckpt.checkpoint.format.parts import SiteWaits
 from lakeckpt.counters import RunCounters
-from lakeckpt.errors import CaptureWarning, ConfigError, LakeckptError, SaveFailed
+from lakeckpt.errors import CaptureWarning, ConfigError, LakeckptError
 from lakeckpt.recovery.facts import CutId
 
-__all__ = ["CaptureEngine", "warn_of_others"]
+__all__ = ["CaptureEngine"]
 
 _REMEMBERED = 1000
 """The reason why a capture was dropped is kept for so many steps."""
@@ -65,6 +65,7 @@ class CaptureEngine:
         gate: admits slices.
         slice_bytes: the size of slices; default: a size that fits the size of the state.
         counters: count captures, and for how long fences hold up their threads.
+        ranks_here: how many ranks of the run capture into the folder.
 
     One thread calls `cut`, `wait` and `close`. Any thread that is about to change the state calls `fence`.
     """
@@ -82,6 +83,7 @@ class CaptureEngine:
         slice_bytes: int | None = None,
         generations: int = 3,
         counters: RunCounters | None = None,
+        ranks_here: int = 1,
     ) -> None:
         self._counters = RunCounters() if counters is None else counters
         self._gate = Gate() if gate is None else gate
@@ -92,9 +94,10 @@ class CaptureEngine:
             step=step,
             generations=generations,
             joins=slice_bytes is None and not self._gate.paces,
+            ranks_here=ranks_here,
         )
-        self._objects = dict(objects)
-        self._planner = Planner(self._objects, slice_bytes=slice_bytes)
+        self.objects = dict(objects)
+        self._planner = Planner(self.objects, slice_bytes=slice_bytes)
         self._step_fence = StepFence(self.fence, self._late)
         self._linked: CapturePlan | None = None  # the plan whose devices have links
         self._documents_bytes = 0
@@ -102,6 +105,7 @@ class CaptureEngine:
         self._current: Capture | None = None  # the newest capture, as long as it is under way
         self._under_way = 0
         self._making = False
+        self._is_whole = False
         self.completed: int | None = None
         """The step of the newest generation that became complete here; None before the first."""
         self._failures: deque[tuple[int | None, BaseException]] = deque()  # (step of the cut, error), not raised yet
@@ -128,9 +132,9 @@ class CaptureEngine:
         """Begin to capture the state as it is now, which is the ``cut``. Returns False if the cut is skipped.
 
         ``digest`` (16 bytes) is the same on every rank that is at this cut. ``common`` is the newest step whose
-        generation is known to be complete on all ranks. ``must``: wait for the arena and for the capture before,
-        instead of skipping the cut. ``named`` is called by the copier, and returns the list of shares that the capture
-        names.
+        generation is known to be complete on all ranks. ``must``: the cut is to be saved. Wait for the arena and for
+        the capture before, instead of skipping the cut, and copy frozen tensors, too, so that they can be compared.
+        ``named`` is called by the copier, and returns the list of shares that the capture names.
 
         Raises errors that occurred since the last call: `ArenaError` if there is no
         memory, `UnannouncedChange` for a tensor that changed before its fence, `SaveFailed` for anything else. Raises
@@ -151,6 +155,8 @@ class CaptureEngine:
         filling = self._begun(plan, common)
         if filling is None:
             return False
+        frozen = self._planner.unchanged()
+        skipped = self._store.kept.begin(plan, filling.number, frozen, whole=must)
         try:
             capture = Capture(
                 cut=cut,
@@ -160,11 +166,12 @@ class CaptureEngine:
                 filling=filling,
                 trees=self._planner.trees(),
                 named=named,
-                samples=self._samples_of(plan),
-                sample=self._samples_of(plan).take(),
-                slices=self._slices_of(plan, filling),
+                skipped=skipped,
+                samples=self._samples_of(plan, frozen),
+                sample=self._samples_of(plan, frozen).take(),
+                slices=self._slices_of(plan, filling, skipped),
             )
-            self._gate.start(plan.late_bytes)
+            self._gate.start(capture.slices.size_bytes)
             self._copier.start()
         except torch.OutOfMemoryError:  # of a device: the next cut tries again
             filling.abandon()
@@ -202,6 +209,16 @@ class CaptureEngine:
             self._fence()
             self._idle()
 
+    @property
+    def has_whole(self) -> bool:
+        """True if the newest complete capture has copied all tensors."""
+        return self._is_whole
+
+    def distrust(self, keys: Iterable[str]) -> None:
+        """Copy these frozen tensors at each cut, and warn: they changed, and torch has not counted it."""
+        if changed := self._store.kept.distrust(keys):
+            self._warning = uncounted(changed)
+
     def dropped(self, step: int) -> tuple[bool, LakeckptError | None]:
         """Return whether the capture of ``step`` was dropped, and the error, if there was one. The error is returned
         once, and `cut` and `wait` do not raise it any more."""
@@ -212,7 +229,7 @@ class CaptureEngine:
             return True, None
         with suppress(ValueError):
             self._failures.remove((step, failure))
-        return True, _error_of(step, failure)
+        return True, error_of(step, failure)
 
     def waits(self) -> tuple[SiteWaits, ...]:
         """Return how long this rank waited, and how much of its captures moved meanwhile."""
@@ -277,14 +294,14 @@ class CaptureEngine:
         self._counters.stall_s += time.perf_counter() - begin_s
         return ended
 
-    def _samples_of(self, plan: CapturePlan) -> Samples:
-        if self._samples is None or not self._samples.are_of(plan):
-            self._samples = Samples(plan, self._links)
+    def _samples_of(self, plan: CapturePlan, frozen: Iterable[str]) -> Samples:
+        if self._samples is None or not self._samples.are_of(plan, frozen):
+            self._samples = Samples(plan, self._links, frozen)
         return self._samples
 
-    def _slices_of(self, plan: CapturePlan, filling: Filling) -> SliceCopier:
+    def _slices_of(self, plan: CapturePlan, filling: Filling, skipped: Skipped) -> SliceCopier:
         """Copy the early tensors at once, and return the copies of the late tensors."""
-        early, late = self._store.moves(plan, filling.number)
+        early, late = self._store.moves(plan, filling.number, skipped.keys)
         issued = early.kept().make()  # they may change as soon as training goes on
         for link in self._links.values():
             link.order()
@@ -297,9 +314,9 @@ class CaptureEngine:
             warnings.warn(warning, CaptureWarning, stacklevel=4)
         if not self._failures:
             return
-        first = _error_of(*self._failures.popleft())
+        first = error_of(*self._failures.popleft())
         while self._failures:
-            first.add_note(f"and then: {_error_of(*self._failures.popleft())}")
+            first.add_note(f"and then: {error_of(*self._failures.popleft())}")
         raise first
 
     # --- the copier
@@ -358,27 +375,17 @@ class CaptureEngine:
         """Copy the rest of a cut, and complete its generation. False if the document is too large for the arena."""
         documents = capture.copy()
         assert self._store.arena is not None
+        if capture.stale:
+            self.distrust(capture.stale)
+            return False
         if len(documents) > self._store.arena.layout.documents_bytes:
             self._documents_bytes = len(documents)  # the next cut finds that the arena does not fit
             return False
+        self._store.kept.complete(capture.skipped, capture.filling.sequence + 1)
         capture.complete(documents)
+        self._is_whole = not capture.skipped.keys
         self._store.completed()
         return True
-
-
-def warn_of_others(objects: Mapping[str, Any]) -> None:
-    """Warn if another engine captures some of the ``objects``, too."""
-
-    def shared() -> list[str]:
-        theirs = {id(one) for each in owners() if isinstance(each, CaptureEngine) for one in each._objects.values()}
-        return sorted(name for name, one in objects.items() if id(one) in theirs)
-
-    if shared():
-        gc.collect()  # nobody may hold the other one any more
-    if names := shared():
-        text = f"another CheckpointManager, which was not closed, captures {', '.join(map(repr, names))}, too: each "
-        text += "optimizer step waits for both, and both take memory. Close the other one first, or use it in a `with`"
-        warnings.warn(text, CaptureWarning, stacklevel=2)
 
 
 def _release(process: int, fence: StepFence, copier: Copier, store: ArenaStore) -> None:
@@ -387,13 +394,3 @@ def _release(process: int, fence: StepFence, copier: Copier, store: ArenaStore) 
         fence.remove()
         copier.end()
         store.close()
-
-
-def _error_of(step: int | None, failure: BaseException) -> LakeckptError:
-    """Return the error that the training thread raises for what failed in the copier."""
-    if isinstance(failure, LakeckptError):
-        return failure
-    what = "memory for captures could not be made" if step is None else f"the capture of step {step} failed"
-    error = SaveFailed(f"{what}: {failure!r}")
-    error.__cause__ = failure
-    return error

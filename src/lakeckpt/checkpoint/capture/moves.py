@@ -8,7 +8,7 @@ and keeps the memory unchanged meanwhile. The module starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -126,14 +126,15 @@ def _is_run(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous() and tensor.device.type == "cpu"
 
 
-def late_moves(plan: CapturePlan, memory: torch.Tensor, links: Links) -> list[Moves]:
-    """Return the copies of the late tensors in each slice of ``memory``, the bytes of a generation's data."""
+def late_moves(plan: CapturePlan, memory: torch.Tensor, links: Links, *, skips: Container[str] = ()) -> list[Moves]:
+    """Return the copies of the late tensors in each slice of ``memory``, the bytes of a generation's data. Tensors that
+    ``skips`` names lie there already."""
     flats: dict[str, torch.Tensor | None] = {}
     found = []
     for pieces in plan.slices.slices:
         moves = Moves()
         for piece in pieces:
-            if piece.key in plan.late:
+            if piece.key in plan.late and piece.key not in skips:
                 _add(moves, plan, piece, memory, links, flats)
         found.append(moves)
     return found

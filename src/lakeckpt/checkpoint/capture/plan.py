@@ -17,7 +17,7 @@ module copies nothing and starts no threads.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,15 @@ class Planner:
         """The tensors that the last plan copies beside training."""
         return {} if self._plan is None else self._plan.late
 
+    def unchanged(self) -> dict[str, int]:
+        """Return how often each frozen tensor of the last plan was changed, by its key, as torch counts it."""
+        frozen = {} if self._sources is None else self._sources.frozen
+        return {
+            key: parameter._version
+            for key, parameter in frozen.items()
+            if not parameter.requires_grad and not parameter.is_inference()
+        }
+
     def renewed(self) -> CapturePlan:
         """Return the plan for the state as it is now: the plan before, if it still fits."""
         before, sources, renewed = self._plan, self._sources, Renewed.LATE
@@ -84,7 +93,8 @@ class Planner:
         if before is None:
             refuse_overlaps({**sources.early, **sources.late})
         # The same mapping object means that the copies of late tensors need not be prepared again.
-        late = before.late if before is not None and renewed is Renewed.EARLY else _together(sources.late)
+        is_same = before is not None and renewed is Renewed.EARLY
+        late = before.late if before is not None and is_same else _together(sources.late, sources.frozen)
         self._plan = plan_capture(sources.early, late, before=before, slice_bytes=self._slice_bytes)
         self._warn_of_early(self._plan)
         return self._plan
@@ -112,9 +122,12 @@ class Planner:
         return self._sources.documents()
 
 
-def _together(late: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the late tensors, sorted by device, small ones first: tensors that are gathered must be adjacent."""
-    return dict(sorted(late.items(), key=lambda one: (str(one[1].device), one[1].nbytes > _SMALL_BYTES)))
+def _together(late: Mapping[str, torch.Tensor], frozen: Container[str]) -> dict[str, torch.Tensor]:
+    """Return the late tensors, sorted by device, frozen ones last: captures skip what lies there. Small ones come
+    first: tensors that are gathered must be adjacent."""
+    return dict(
+        sorted(late.items(), key=lambda one: (str(one[1].device), one[0] in frozen, one[1].nbytes > _SMALL_BYTES))
+    )
 
 
 def plan_capture(

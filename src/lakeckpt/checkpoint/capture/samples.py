@@ -3,12 +3,13 @@
 torch counts changes in place in a version number. It does not count a change through ``.data``, a replay of a CUDA
 graph, or a change of a rank's part of a DTensor. So up to 64 spots of 64 bytes, the first and last bytes of slices, are
 copied at the cut, and later compared with the same bytes of the capture. A swap of all weights changes nearly all
-spots, and is noticed even if it is undone before the fence. A change between the spots is not noticed. The module
-starts no threads.
+spots, and is noticed even if it is undone before the fence. A change between the spots is not noticed. The first bytes
+of each frozen tensor are a spot, too, as captures skip the tensor. The module starts no threads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -31,13 +32,14 @@ class Sample:
 
 
 class Samples:
-    """The spots of a plan's late tensors.
+    """The spots of a plan's late tensors, of which those named in ``frozen`` may be skipped.
 
     The training thread calls `take` at a cut. The copier calls `changed` later, in the order of cuts.
     """
 
-    def __init__(self, plan: CapturePlan, links: Links) -> None:
-        self._plan, self._spots = plan, _spots(plan)
+    def __init__(self, plan: CapturePlan, links: Links, frozen: Iterable[str] = ()) -> None:
+        self._plan, self._frozen = plan, frozenset(frozen)
+        self._spots = [*_spots(plan), *_spots_of(plan, sorted(self._frozen))]
         self._rows = torch.zeros(len(self._spots), _BYTES, dtype=torch.uint8)
         self._moves = Moves()
         self._linked: list[bool] = []
@@ -53,9 +55,11 @@ class Samples:
                 self._moves.add(row[: stop - start], flat[start:stop], link)
         self._known = {key for key, flat in flats.items() if flat is not None}
 
-    def are_of(self, plan: CapturePlan) -> bool:
-        """Return whether the spots belong to the late tensors of ``plan``, in the same places."""
-        return self._plan.late is plan.late and self._plan.slices is plan.slices
+    def are_of(self, plan: CapturePlan, frozen: Iterable[str] = ()) -> bool:
+        """Return whether the spots belong to the late tensors of ``plan``, in the same places, and to those that are
+        ``frozen``."""
+        is_same = self._plan.late is plan.late and self._plan.slices is plan.slices
+        return is_same and self._frozen.issuperset(frozen)
 
     def take(self) -> Sample:
         """Copy the spots as they are now; on a device, after all work that this thread has queued."""
@@ -74,6 +78,12 @@ class Samples:
             and (arrived if self._linked[number] else here)[number, : stop - start].tobytes()
             != data[at : at + stop - start]
         )
+
+
+def _spots_of(plan: CapturePlan, keys: Iterable[str]) -> list[tuple[str, int, int, int]]:
+    """Return the first bytes of each of these late tensors, as `_spots` does."""
+    places = ((key, plan.table.places[key]) for key in keys)
+    return [(key, 0, min(_BYTES, one.spec.size_bytes), one.start) for key, one in places if one.spec.size_bytes]
 
 
 def _spots(plan: CapturePlan) -> list[tuple[str, int, int, int]]:

@@ -61,6 +61,8 @@ class SliceCopier:
         self._claimed: dict[int, int] = {}  # slice → the thread that copies it, and has not issued it yet
         self._issued: dict[int, list[Issued]] = {}  # slice → its queued copies that are not known to be done
         self._sealed = False
+        self.size_bytes = sum(moves.size_bytes for moves in slices)
+        """All bytes that are copied."""
 
     # --- the training thread
 

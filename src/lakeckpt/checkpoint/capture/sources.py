@@ -5,7 +5,8 @@
 other objects are taken apart at every cut.
 
 A tensor is *late*, and may be copied beside training, if its memory belongs to a module's parameter or an optimizer's
-state that its object is or holds. All other tensors are *early*.
+state that its object is or holds. All other tensors are *early*. A late tensor is *frozen* if it is a module's
+parameter that needs no gradient, and its memory is in no optimizer: captures skip it until it changes.
 
 The module copies nothing and starts no threads. The training thread makes all calls, between two optimizer steps. Any
 thread may call the functions that `Sources.documents` returns, at any later time.
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from lakeckpt.checkpoint.capture.state_watch import address_of, memory_of, watch_of
+from lakeckpt.checkpoint.capture.state_watch import Memory, address_of, memory_of, watch_of
 from lakeckpt.checkpoint.format.parts import SHARING
 from lakeckpt.checkpoint.format.sharing import sharing_to_bytes
 from lakeckpt.checkpoint.state.names import parameter_names
@@ -58,6 +59,8 @@ class Sources:
         self._every = [_Source(name, one, self._names_for(one)) for name, one in objects.items()]
         # If no tensor is divided at first, none will be. A tensor that is divided later is restored as it was divided.
         self._shares = any(one.sharded for one in self._every)
+        self.frozen = self._frozen()
+        """key → the parameter, for frozen tensors. torch counts changes of the parameter."""
         self._sharing = self._sharing_document()
 
     @property
@@ -80,7 +83,22 @@ class Sources:
         found = max([*modules, *others], default=Renewed.NOTHING)
         if found:
             self._sharing = self._sharing_document()
+        self.frozen = self._frozen()
         return found
+
+    def _frozen(self) -> Mapping[str, torch.Tensor]:
+        """Look for frozen tensors again if an object was taken apart since the last call."""
+        if not any(one.is_new for one in self._every):
+            return self.frozen
+        trained = set[int]().union(*(one.memory.trained for one in self._every))
+        frozen: dict[int, torch.Tensor] = {}
+        for one in self._every:
+            one.is_new = False
+            for address, parameter in one.memory.frozen.items():
+                if frozen.setdefault(address, parameter) is not parameter:  # changes of each are counted apart
+                    trained.add(address)
+        pairs = ((key, address_of(tensor)) for one in self._every for key, tensor in one.late.items())
+        return {key: frozen[at] for key, at in pairs if at in frozen and at not in trained}
 
     def documents(self) -> dict[str, Document]:
         """Return for each object a function that makes the document of its present tree."""
@@ -116,11 +134,12 @@ class _Source:
     def _take(self, names: Mapping[int, str]) -> None:
         self._names = names
         flat = self._flat = flat_of(self.name, self._one, names)
-        memory = memory_of(self._one) if flat.tensors else frozenset[int]()
-        self.late = {key: one for key, one in flat.tensors.items() if address_of(one) in memory}
+        self.is_new = True
+        is_optimizer = isinstance(self._one, torch.optim.Optimizer)
+        self.memory = memory_of(self._one) if flat.tensors or is_optimizer else Memory()
+        self.late = {key: one for key, one in flat.tensors.items() if address_of(one) in self.memory.every}
         self.early = {key: one for key, one in flat.tensors.items() if key not in self.late}
         self._places = _places(self.early), _places(self.late)
-        is_optimizer = isinstance(self._one, torch.optim.Optimizer)
         # An optimizer's document is made later. Any other object may change what its tree holds.
         self._ready = None if is_optimizer else tree_to_bytes(flat)
         self._known: dict[str, Payload] = {}

@@ -5,25 +5,33 @@ To take a large state dict apart costs milliseconds, and at almost every cut the
 holds references to all of them, because a new object could get the address of an old one. torch compares tensors in C.
 
 A module or an optimizer is *plain* if nothing but its dicts contributes to its state dict: no hook, no method of its
-own, and in an optimizer's state nothing but tensors. `memory_of` finds the memory that optimizer steps change. The
-module copies nothing and starts no threads.
+own, and in an optimizer's state nothing but tensors. `memory_of` finds the memory that optimizer steps change, and the
+parameters that they do not change; `estimated_bytes` estimates it before the first step. The module copies nothing and
+starts no threads.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
-__all__ = ["StateWatch", "address_of", "memory_of", "watch_of"]
+__all__ = ["Memory", "StateWatch", "address_of", "estimated_bytes", "memory_of", "parts_of", "watch_of"]
 
 _MOST = 1000
 _NO_HOLDERS = (torch.Tensor, type, str, bytes, int, float, FunctionType, MethodType, ModuleType)
+_MOMENTS = {"SGD": 0, "RMSprop": 1, "Adagrad": 1, "ASGD": 1, "Lion": 1, "Muon": 1}
+"""How many tensors of a parameter's size an optimizer keeps for it, but for those that options ask for."""
+_USUAL_MOMENTS = 2
+_OPTIONS = ("momentum", "centered", "amsgrad")
+"""Each makes one more such tensor, if it is not 0 or False."""
+_NO_OPTION = {"Muon": ("momentum",)}
 _METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 """The methods of a module that make its state dict."""
 
@@ -119,25 +127,47 @@ def address_of(tensor: torch.Tensor) -> int:
     return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
 
 
-def memory_of(one: object) -> frozenset[int]:
-    """Return the addresses of all parameters of modules and all states of optimizers that ``one`` is or holds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The addresses of all parameters of modules and all states of optimizers that an object is or holds.
+
+    ``trained``: those of parameters that need a gradient, that an optimizer has, or that share their memory with
+    others. ``frozen``: address → the parameter, for parameters of modules that need no gradient.
+    """
+
+    every: frozenset[int] = frozenset()
+    trained: frozenset[int] = frozenset()
+    frozen: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+def memory_of(one: object) -> Memory:
+    """Return the memory of all parameters of modules and all states of optimizers that ``one`` is or holds.
+
+    Looks for them as `parts_of` does.
+    """
+    trained: set[int] = {0}
+    frozen: dict[int, torch.Tensor] = {}
+    for part in parts_of(one):
+        if isinstance(part, torch.nn.Module):
+            for parameter in part.parameters():
+                address = address_of(parameter)
+                if parameter.requires_grad or frozen.setdefault(address, parameter) is not parameter:
+                    trained.add(address)
+        else:
+            trained.update(address_of(value) for group in part.param_groups for value in group["params"])
+            states = (state for state in part.state.values() if isinstance(state, dict))
+            tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+            trained.update(map(address_of, tensors))
+    every = frozenset({*trained, *frozen} - {0})
+    return Memory(every=every, trained=frozenset(trained), frozen=frozen)
+
+
+def parts_of(one: object) -> Iterator[torch.nn.Module | torch.optim.Optimizer]:
+    """Yield all modules and optimizers that ``one`` is or holds.
 
     It looks into attributes, lists, tuples and dicts, and stops after a thousand objects: wrappers
     hold the objects that they wrap nearby.
     """
-    found: set[int] = set()
-    for part in _modules_and_optimizers(one):
-        if isinstance(part, torch.nn.Module):
-            found.update(map(address_of, part.parameters()))
-        else:
-            found.update(address_of(value) for group in part.param_groups for value in group["params"])
-            states = (state for state in part.state.values() if isinstance(state, dict))
-            tensors = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
-            found.update(map(address_of, tensors))
-    return frozenset(found - {0})
-
-
-def _modules_and_optimizers(one: object) -> Iterator[torch.nn.Module | torch.optim.Optimizer]:
     seen: dict[int, object] = {}
     coming = [one]
     while coming and len(seen) < _MOST:
@@ -158,3 +188,41 @@ def _held_by(one: object) -> Iterable[object]:
         return one
     own = ("state", "param_groups") if isinstance(one, torch.optim.Optimizer) else ()
     return (value for name, value in getattr(one, "__dict__", {}).items() if name not in own)
+
+
+def estimated_bytes(objects: Iterable[object]) -> int:
+    """Return the bytes of the tensors of all modules and optimizers that ``objects`` are or hold, on this rank."""
+    sizes: dict[tuple[int, int], int] = {}
+    missing = 0
+    parts = {id(part): part for one in objects for part in parts_of(one)}
+    for part in parts.values():
+        if isinstance(part, torch.nn.Module):
+            _count(chain(part.parameters(), part.buffers()), sizes)
+        else:
+            states = (state for state in part.state.values() if isinstance(state, dict))
+            _count((one for state in states for one in state.values() if isinstance(one, torch.Tensor)), sizes)
+            missing += sum(_moments(part, group) * _unmade(part, group) for group in part.param_groups)
+    return sum(sizes.values()) + missing
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def _count(tensors: Iterable[torch.Tensor], sizes: dict[tuple[int, int], int]) -> None:
+    for one in map(_local, tensors):
+        if not torch.nn.parameter.is_lazy(one):
+            sizes[one.data_ptr(), one.nbytes] = one.nbytes
+
+
+def _unmade(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    """Return the bytes of the parameters of a group that are trained and have no state yet."""
+    waits = (one for one in group["params"] if one.requires_grad and not optimizer.state.get(one))
+    return sum(_local(one).nbytes for one in waits if not torch.nn.parameter.is_lazy(one))
+
+
+def _moments(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
+    name = type(optimizer).__name__
+    options = [one for one in _OPTIONS if group.get(one) and one not in _NO_OPTION.get(name, ())]
+    return _MOMENTS.get(name, _USUAL_MOMENTS) + len(options)

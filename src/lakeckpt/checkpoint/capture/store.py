@@ -22,6 +22,7 @@ from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.holdings import remove_other_worlds
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaLayout
+from lakeckpt.checkpoint.capture.kept import KeptTensors
 from lakeckpt.checkpoint.capture.moves import Links, Moves, early_moves, joined, late_moves
 from lakeckpt.checkpoint.capture.plan import CapturePlan
 from lakeckpt.errors import ArenaDamaged, ArenaError
@@ -42,7 +43,8 @@ RemoveIPC=no in logind.conf, or another folder for arenas, prevents that"""
 class ArenaStore:
     """The arena of ``identity`` in ``folder``, for a history that goes on after ``step``.
 
-    ``joins``: the copies of adjacent slices of a device may be made together.
+    ``joins``: the copies of adjacent slices of a device may be made together. ``ranks_here``: so many ranks of the run
+    fill arenas in the folder. All of them make their stores before any makes an arena.
     """
 
     def __init__(
@@ -53,15 +55,20 @@ class ArenaStore:
         step: int,
         generations: int = 3,
         joins: bool = False,
+        ranks_here: int = 1,
     ) -> None:
         self.arena: Arena | None = None
         self._was_removed = False
         self._has_others = True  # of another number of ranks, perhaps
         self._folder, self._identity, self._step, self._generations = folder, identity, step, generations
         self._joins = joins
+        self._ranks_here = ranks_here
+        self._room_bytes = folder.room_bytes(identity.run) if ranks_here > 1 else 0
         self._memory: torch.Tensor | None = None
         self._unpin: list[Callable[[], None]] = []
-        self._moves: dict[int, tuple[CapturePlan, Moves, list[Moves]]] = {}
+        self._moves: dict[int, tuple[CapturePlan, Moves, dict[frozenset[str], list[Moves]]]] = {}
+        self.kept = KeptTensors()
+        """The tensors that each generation holds already."""
         self._links: Links = {}
 
     def ready(self, plan: CapturePlan, documents_bytes: int) -> bool:
@@ -104,7 +111,14 @@ class ArenaStore:
         return _SLOW if len(self._unpin) < len(pinned) else None
 
     def _made(self, layout: ArenaLayout) -> Arena:
-        """Return a new arena. Cuts of another number of ranks are removed for it only if there is no other room."""
+        """Return a new arena. Cuts of another number of ranks are removed for it only if there is no other room.
+
+        The first is refused if there is no room for the arenas of all ranks of this node. So all ranks refuse, and none
+        takes memory that the system then takes from others.
+        """
+        if self._ranks_here > 1:
+            self._folder.refuse_without_room(layout, self._room_bytes, ranks=self._ranks_here)
+            self._ranks_here = 1
         try:
             return self._folder.create(layout)
         except ArenaError:
@@ -137,27 +151,28 @@ class ArenaStore:
             unpin()
         self._unpin, self._memory = [], None
         self._moves.clear()
+        self.kept.clear()
         if self.arena is not None:
             self.arena.close()
             self.arena = None
 
-    def moves(self, plan: CapturePlan, number: int) -> tuple[Moves, list[Moves]]:
-        """Return the copies of the early tensors and of each slice into generation ``number``, made once per plan."""
+    def moves(self, plan: CapturePlan, number: int, skips: frozenset[str] = frozenset()) -> tuple[Moves, list[Moves]]:
+        """Return the copies of the early tensors and of each slice into generation ``number``, made once per plan.
+        Late tensors that ``skips`` names lie there already."""
         assert self.arena is not None and self._memory is not None
         known = self._moves.get(number)
-        if known is not None and known[0] is plan:
-            return known[1:]
         at = self.arena.layout.data_at(number)
         memory = self._memory[at : at + self.arena.layout.data_bytes]
-        late = known[2] if known is not None and known[0].late is plan.late else None
-        found = (
-            plan,
-            early_moves(plan, memory, self._links),
-            self._late(plan, memory) if late is None else late,
-        )
-        self._moves[number] = found
-        return found[1:]
+        if known is None or known[0] is not plan:
+            late = known[2] if known is not None and known[0].late is plan.late else {}
+            self._moves[number] = known = plan, early_moves(plan, memory, self._links), late
+        _, early, late = known
+        if skips not in late:
+            for other in [other for other in late if other]:  # which tensors are frozen has changed
+                del late[other]
+            late[skips] = self._late(plan, memory, skips)
+        return early, late[skips]
 
-    def _late(self, plan: CapturePlan, memory: torch.Tensor) -> list[Moves]:
-        moves = late_moves(plan, memory, self._links)
+    def _late(self, plan: CapturePlan, memory: torch.Tensor, skips: frozenset[str]) -> list[Moves]:
+        moves = late_moves(plan, memory, self._links, skips=skips)
         return joined(moves, most_bytes=_JOINED_BYTES) if self._joins else moves

@@ -61,6 +61,8 @@ class Remarks:
     """The objects of the run that are missing; empty if none is."""
     unpruned: str = ""
     """Why checkpoints that are not to be kept could not be removed after the commit; empty if they were removed."""
+    changed: tuple[str, ...] = ()
+    """The keys of frozen tensors of this rank that have changed, though torch has counted no change."""
     unmade: str = ""
     """Why a backup was not made that was due after the commit before; empty if it was."""
 
