@@ -45,6 +45,7 @@ from lakeckpt.errors import (
 )
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.recovery.facts import CutId
+from lakeckpt.testing.faulty_storage import Fault, FaultyStorage
 from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.agent.test_agent import ended
 from tests.checkpoint.rig import (
@@ -59,7 +60,6 @@ from tests.checkpoint.rig import (
     training,
 )
 from tests.checkpoint.seams import believing
-from tests.faults.faulty_storage import Fault, FaultyStorage
 from tests.patience import PATIENCE_S
 
 

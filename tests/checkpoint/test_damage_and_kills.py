@@ -18,9 +18,9 @@ from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.errors import CheckpointDamaged, DamageWarning, NewerFormat, SaveFailed
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.testing.faulty_storage import Fault, FaultyStorage, Killed
 from lakeckpt.wire.envelope import dumps
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager, train_step, training
-from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
 
 
 def two_checkpoints() -> MemoryStorage:

@@ -14,8 +14,8 @@ from lakeckpt.checkpoint.persist.log import read_log
 from lakeckpt.checkpoint.restore.run_log import RunLog, before_orders
 from lakeckpt.checkpoint.rollback import roll_back
 from lakeckpt.errors import AttemptSuperseded
+from lakeckpt.testing.faulty_storage import Fault, FaultyStorage, Killed
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager
-from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
 
 KEEP = 2
 

@@ -24,10 +24,10 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import SlotTaken, list_slots, put_entry, read_entry, read_log, slot_path
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import NewerFormat, StorageError, WireError
+from lakeckpt.testing.faulty_storage import Fault, FaultyStorage
 from lakeckpt.tracking.steps import Frontier, StepRecord, StepRun
 from lakeckpt.wire.envelope import dumps, loads
 from tests.checkpoint.rig import MemoryStorage
-from tests.faults.faulty_storage import Fault, FaultyStorage
 
 
 def begin(slot: int, *, write_id: str = "w", run: str = "run") -> Begin:

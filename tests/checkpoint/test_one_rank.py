@@ -29,10 +29,10 @@ from lakeckpt.errors import (
     StorageError,
     UnsupportedValue,
 )
+from lakeckpt.testing.faulty_storage import Fault, FaultyStorage
 from lakeckpt.wire.envelope import dumps
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager, train_step, training
 from tests.checkpoint.seams import believing
-from tests.faults.faulty_storage import Fault, FaultyStorage
 
 
 def everything(*, seed: int = 0) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from lakeckpt.errors import (
     TrackingError,
     UnsupportedValue,
 )
+from lakeckpt.testing.faulty_storage import Fault, FaultyStorage
 from lakeckpt.tracking.rounds import facts_to_bytes
 from lakeckpt.tracking.tally import Tally
 from tests.checkpoint.rig import (
@@ -45,7 +46,6 @@ from tests.checkpoint.rig import (
     train_step,
     training,
 )
-from tests.faults.faulty_storage import Fault, FaultyStorage
 from tests.patience import PATIENCE_S
 
 DATA = torch.linspace(-1, 1, 128).reshape(16, 8)

@@ -32,8 +32,8 @@ from lakeckpt.errors import (
     SaveFailed,
     StorageError,
 )
+from lakeckpt.testing.faulty_storage import Fault, FaultyStorage, Killed
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
-from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
 from tests.patience import PATIENCE_S
 
 

@@ -20,6 +20,7 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import list_slots, read_log
 from lakeckpt.checkpoint.rollback import roll_back
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StateMismatch
+from lakeckpt.testing.faulty_storage import Fault, FaultyStorage, Killed
 from tests.checkpoint.rig import (
     Counter,
     EventWaiter,
@@ -33,7 +34,6 @@ from tests.checkpoint.rig import (
     training,
 )
 from tests.checkpoint.scripts import write_table
-from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
 
 ROWS = 100_000
 

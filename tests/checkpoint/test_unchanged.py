@@ -14,8 +14,8 @@ from lakeckpt.checkpoint.persist import persist
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.unchanged import Earlier
 from lakeckpt.errors import DamageWarning, SaveFailed
+from lakeckpt.testing.faulty_storage import Fault, FaultyStorage
 from tests.checkpoint.rig import Counter, EventWaiter, MemoryStorage, good, manager, record_of, run_ranks
-from tests.faults.faulty_storage import Fault, FaultyStorage
 
 BIG = 4096
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from lakeckpt.cli.launch.attempts import Attempts
 from lakeckpt.cli.main import main
-from lakeckpt.cli.run import _Attempts
 from tests.checkpoint.preemption.jobs import is_proved
 from tests.cli import launched
 from tests.frameworks.harness import write_table
@@ -78,7 +78,7 @@ def test_a_script_that_never_begins_a_run_ends_the_launcher_with_its_own_status(
     assert done.returncode == 7
     assert done.stdout.splitlines() == ["started __main__ ['first', '--second'] True", "at exit"] * 3
     assert "3 attempts failed before the run began" in done.stderr
-    assert "ranks start cold: 2 deaths in a row at one place" in done.stderr
+    assert "ranks start cold: 2 deaths in a row without progress" in done.stderr
     assert "--rdzv-backend=c10d (static), --max-restarts=1000 (0)" in done.stderr
 
 
@@ -108,13 +108,13 @@ def test_what_cannot_run_is_refused_before_a_rank_starts(
     assert words in capsys.readouterr().err
 
 
-def test_attempts_that_begin_at_the_same_step_are_stuck_and_attempts_that_never_begin_are_hopeless(
+def test_attempts_without_progress_are_stuck_and_attempts_that_never_begin_are_hopeless(
     tmp_path: Path,
 ) -> None:
-    attempts = _Attempts(tmp_path)
+    attempts = Attempts(str(tmp_path))
     for number, step in enumerate(("4", "6", "6", "8", "", "", "")):
         if step:
-            (tmp_path / f"{number}.0").write_text(step)
+            (tmp_path / f"{number}.0").write_text(f"{step}\n")
         attempts.failed(number)
-        assert attempts.is_stuck == (number in (2, 5, 6))
+        assert attempts.is_stuck == (number in (2, 4, 5, 6))
         assert attempts.is_hopeless == (number == 6)

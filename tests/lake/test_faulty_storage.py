@@ -10,7 +10,7 @@ import pytest
 from lakeckpt.errors import ConfigError, StorageError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.local import LocalStorage
-from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
+from lakeckpt.testing.faulty_storage import Fault, FaultyStorage, Killed
 
 Call = Callable[[Storage], object]
 CALLS: dict[str, Call] = {

@@ -18,7 +18,7 @@ from lakeckpt.lake.parquet import footer
 from lakeckpt.lake.parquet.footer import read_footer, summarize, summarize_all
 from lakeckpt.lake.storage.base import ObjectInfo
 from lakeckpt.lake.storage.local import LocalStorage
-from tests.faults.faulty_storage import Fault, FaultyStorage
+from lakeckpt.testing.faulty_storage import Fault, FaultyStorage
 from tests.lake.tables import footer_of, write
 from tests.patience import PATIENCE_S
 

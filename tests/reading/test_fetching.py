@@ -24,7 +24,7 @@ from lakeckpt.lake.parquet.ranges import THREADS
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.windows.decode import RowGroupDecoder
-from tests.faults.faulty_storage import Fault, FaultyStorage
+from lakeckpt.testing.faulty_storage import Fault, FaultyStorage
 from tests.patience import PATIENCE_S
 from tests.reading.cases import write_file, write_ids
 

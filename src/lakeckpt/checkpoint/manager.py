@@ -22,6 +22,7 @@ from lakeckpt.checkpoint.bubbles.watch import Bubbles
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
+from lakeckpt.checkpoint.faults.aftermath import Aftermath
 from lakeckpt.checkpoint.format.keep import Keep, held_metric
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.opening import open_saves, opened, place_of
@@ -118,6 +119,7 @@ class CheckpointManager:
         self._capture_every = capture_every
         self._place = None if capture_every is None else place_of(self._storage, uri, storage_options or {}, arenas)
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
+        self._aftermath = Aftermath(self._storage, self._exchange, arenas, captures=self._place is not None)
         self._bubbles = bubbles
         self._saves: Saver | Background | None = None
         self._settings = Settings(keep=keep if isinstance(keep, Keep) else Keep(last=keep), timeout_s=timeout_s)
@@ -193,12 +195,18 @@ class CheckpointManager:
         check_shared(self._exchange, self._shared)
         arenas = None if self._place is None else self._place.arenas
         done, attempt, self._report = Restorer(
-            self._storage, self._exchange, self._objects, step=step, arenas=arenas, allow_missing=missing
+            self._storage,
+            self._exchange,
+            self._objects,
+            step=step,
+            arenas=arenas,
+            allow_missing=missing,
+            aftermath=self._aftermath,
         ).restore(self._presence)
         # If one rank cannot begin, none does: the others would wait for it at the first save.
         note_sharing(Together(self._exchange).do(lambda: self._begin(done, attempt)), self._tracks)
         self._preemption.start(done, has_agent=self._place is not None)
-        note_begun(done)
+        note_begun(done, self._aftermath.page)
         return done
 
     def _begin(self, done: int, attempt: Attempt) -> Mapping[str, str]:
@@ -223,6 +231,7 @@ class CheckpointManager:
         self._schedule.start(done)
         self._counters.begin(done, attempt.recorded, self._report.restored if self._report else None)
         self._uncount = RUNS.follow(self, self._counters)
+        self._aftermath.trains(done, self._tracks)
         return sharing_facts(objects, self._tracks, self._exchange.world_size)
 
     def step(self, batch: Any = None, *, metric: float | None = None) -> None:
@@ -248,6 +257,7 @@ class CheckpointManager:
         self._metric = held_metric(metric)
         self._step += 1
         self._counters.step = self._step
+        self._aftermath.stepped(self._step, self._counters.stall_s)
         self._watch.stepped(cut_all(self._tracks, self._step, receipts))
         if self._bubbles is not None:
             self._bubbles.gate.cut(self._step)
@@ -267,6 +277,7 @@ class CheckpointManager:
         if self._preemption.stops_at(self._step):
             self._save_last()
             self._preemption.leave()
+        self._aftermath.phase("between")
 
     def skip(self, batch: Any) -> None:
         """Record that this rank took ``batch`` (as `step` takes it) and trains nothing on it; call it before the next
@@ -341,6 +352,7 @@ class CheckpointManager:
             finally:
                 self._presence.close()
                 self._exchange.close()
+                self._aftermath.close(well=well)
                 self._preemption.close(well=well)
 
     def __enter__(self) -> Self:
@@ -364,6 +376,7 @@ class CheckpointManager:
             raise
         finally:
             if failure is not None and not self._closed:
+                self._aftermath.failed(failure)
                 if self._saves is None:
                     self._exchange.obstacles.stop(failure)  # no rank waits for this one until its time is over
                 else:

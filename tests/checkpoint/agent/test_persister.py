@@ -22,11 +22,11 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.errors import ArenaError, StorageError
 from lakeckpt.lake.storage.base import Buffer, Storage
 from lakeckpt.recovery.facts import CutId
+from lakeckpt.testing.faulty_storage import Fault, FaultyStorage
 from lakeckpt.tracking.obstacles import FAILED, Obstacle
 from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.agent.rig import SETTINGS, Desk, begin, content, fill, make_arena, take_checksums
 from tests.checkpoint.rig import EventWaiter, MemoryStorage, good, run_ranks
-from tests.faults.faulty_storage import Fault, FaultyStorage
 from tests.patience import PATIENCE_S
 
 

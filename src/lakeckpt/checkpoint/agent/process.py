@@ -17,7 +17,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection, wait
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
@@ -25,14 +26,20 @@ from lakeckpt.checkpoint.agent.link import IGNORED
 from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Unable, message_from_bytes, message_to_bytes
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.faults.causes import cause_of_status, exit_status, killed_for_memory
+from lakeckpt.checkpoint.faults.notes import leave_note, note_at, note_of, page_path
+from lakeckpt.checkpoint.faults.records import put_note
 from lakeckpt.checkpoint.persist.log import LOG
-from lakeckpt.errors import LakeckptError
-from lakeckpt.lake.storage.base import expect_folder, redact_uri
+from lakeckpt.errors import LakeckptError, StorageError
+from lakeckpt.lake.storage.base import Storage, expect_folder, redact_uri
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.waiting import SystemWaiter
+from lakeckpt.watch.beat import read_page
 
 __all__ = ["main"]
 
+_STATUS_S = 2.0
+"""How long the trainer's parent may take to collect its exit status."""
 _DEATH_S = 5.0
 """How long the agent waits for the end of a trainer that has closed its pipe: its locks on the arena end with it."""
 
@@ -78,8 +85,13 @@ def main(trainer: int) -> int:
         log=lambda text: _log(f"{name}: {text}"),
         linger_s=begin.linger_s,
     )
-    threading.Thread(target=_serve, args=(messages, persister, name), name="lakeckpt-orders", daemon=True).start()
+    noting = partial(_note_death, begin, storage, trainer)
+    serving = threading.Thread(
+        target=_serve, args=(messages, persister, name, noting), name="lakeckpt-orders", daemon=True
+    )
+    serving.start()
     persister.run()
+    serving.join(_DEATH_S)
     _log(f"{name}: {_tidied(persister, generations)}; ends")
     return 0
 
@@ -99,17 +111,40 @@ def _messages(orders: Connection, trainer: int) -> Iterator[Message]:
     yield Bye(well=False)
 
 
-def _serve(messages: Iterator[Message], persister: Persister, name: str) -> None:
+def _serve(messages: Iterator[Message], persister: Persister, name: str, noting: Callable[[], str]) -> None:
     """Hand the trainer's messages over. A message that cannot be read ends the process: the trainer is alive, and
-    starts another agent."""
+    starts another agent. When the trainer has died, note why."""
     try:
         for message in messages:
             if isinstance(message, Bye):
                 _log(f"{name}: the trainer {'ends' if message.well else 'is gone without a goodbye'}")
             persister.take(message)
+            if isinstance(message, Bye) and not message.well and (noted := noting()):
+                _log(f"{name}: the trainer died: {noted}")
     except BaseException as error:
         _log(f"{name}: ends, as an order cannot be read: {error!r}")
         os._exit(1)
+
+
+def _note_death(begin: Hello, storage: Storage, trainer: int) -> str:
+    """Note why the trainer has died, from its page, beside the arenas; and in the run, if it died of its own. Returns
+    what was noted; empty if there is no page, or if the trainer lives on."""
+    at_s = time.time()
+    path = page_path(begin.arenas, begin.digest, begin.attempt.number, begin.rank)
+    note, page = note_at(path), read_page(path)
+    if note is None and page is not None and page.phase != "ended":
+        status = exit_status(trainer, timeout_s=_STATUS_S) if trainer >= 0 else None
+        if status is None and page.lives:
+            return ""
+        cause, what = cause_of_status(status, killed=killed_for_memory() - page.killed)
+        text = "its agent saw it end"
+        note = leave_note(path, note_of(page, begin.attempt.number, cause=cause, what=what, text=text, at_s=at_s))
+    if note is None:
+        return ""
+    if note.is_own:
+        with contextlib.suppress(StorageError):
+            put_note(storage, note)
+    return note.name
 
 
 def _tidied(persister: Persister, generations: Generations) -> str:

@@ -23,6 +23,7 @@ from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.parts import SaveId, SiteWaits
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.recovery.facts import CutId
+from lakeckpt.recovery.faults import Fault
 from lakeckpt.tracking.steps import StepRecord
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain_of, to_plain
 from lakeckpt.wire.envelope import dumps, loads
@@ -78,6 +79,8 @@ class Begin(_Signed):
     world_size: Positive
     facts: Facts = field(default_factory=dict)
     """The settings that its script gave to readers. The next attempt compares them with its own."""
+    restarts: Count = 0
+    """How often its launcher had started the job again; 0: a person or a scheduler started it."""
 
     @property
     def attempt(self) -> int:
@@ -99,6 +102,8 @@ class Restored(_Signed):
     """The cut in host memory that it went on from, if that was not older than ``restored``."""
     rolled_back_to: Count | None = None
     """The step of the roll-back that this entry obeys (``restore(step=…)``) or orders (``lakeckpt rollback``)."""
+    faults: tuple[Fault, ...] = ()
+    """The faults that ended the attempts since the entry of a restore before, in order."""
 
     @classmethod
     def by_first(cls, begin: Begin) -> Restored:

@@ -28,6 +28,7 @@ from lakeckpt.checkpoint.restore.run_log import RunLog, before_orders, no_such_s
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, DamageWarning, StorageError
 from lakeckpt.lake.storage.base import Storage, clear_leftovers, expect_folder
 from lakeckpt.recovery.facts import CutId
+from lakeckpt.recovery.faults import Fault
 
 __all__ = ["Chooser"]
 
@@ -57,6 +58,11 @@ class Chooser(RunLog):
         self._objects = objects or {}
         self._world_size = world_size
         self._clock = clock
+        self.go_back: int | None = None
+        """Choose the newest checkpoint before this optimizer step, if there is one, and no cut in memory
+        (`lakeckpt.recovery.progress`). An order to roll back is carried out all the same."""
+        self.reached = 0
+        """The optimizer step at which the newest attempt died; 0 if that is not known."""
 
     # --- before the claim, and once more after it
 
@@ -67,7 +73,8 @@ class Chooser(RunLog):
         self.look()
         obeys = self._obeys()
         chosen = self._chosen()
-        offer = self._offer(chosen) if obeys is None else None
+        passes_over = self.go_back is not None and chosen is not None  # without a checkpoint, memory is all there is
+        offer = self._offer(chosen) if obeys is None and not passes_over else None
         return {
             "slot": "none" if chosen is None else str(chosen.slot),
             "run": self.view.run or uuid.uuid4().hex,
@@ -91,6 +98,8 @@ class Chooser(RunLog):
     def _newest(self) -> Manifest | None:
         """Return the newest commit of the history that was not found damaged, or None on a fresh start."""
         chosen = next(self.candidates(), None)
+        if chosen is not None:
+            return self._older(chosen)
         if chosen is None and self.look_further():
             return self._newest()
         if chosen is None and (self.slots() or self.view.damaged):
@@ -102,6 +111,18 @@ class Chooser(RunLog):
                 f"Mend the storage, or start a run at another place{self._behind_an_order()}"
             )
         return chosen
+
+    def _older(self, newest: Manifest) -> Manifest:
+        """Return the commit to go back to instead of the ``newest`` one, if deaths ask for that; or the one from which
+        the last attempt went on, if that attempt has come past the newest."""
+        if self.go_back is not None:
+            return next((one for one in self.candidates() if one.step < (self.go_back or 0)), newest)
+        work = at_work(self.view)
+        if work is not None and work.restored in self.slots() and work.attempt != newest.attempt:
+            older = self.manifest(work.restored)
+            if older is not None and slot_path(older.slot) not in self.damaged and self.reached > newest.step:
+                return older
+        return newest
 
     def _behind_an_order(self) -> str:
         """Return which checkpoints a roll-back hides that no commit has followed."""
@@ -128,9 +149,11 @@ class Chooser(RunLog):
 
     # --- the claim, and its end
 
-    def claim(self, run: str, take_over: Callable[[Begin, Begin], object] | None = None) -> dict[str, str]:
+    def claim(
+        self, run: str, take_over: Callable[[Begin, Begin], object] | None = None, restarts: int = 0
+    ) -> dict[str, str]:
         """Begin the attempt: from now on nobody else commits into the run, or removes anything of it. Returns the
-        attempt's number, as ``begun``.
+        attempt's number, as ``begun``. ``restarts``: as in `Begin`.
 
         ``take_over(begin, other)`` is called before the run is taken over from the ``other`` attempt, and may raise."""
         for _ in range(_MOST_SLOTS):
@@ -139,6 +162,7 @@ class Chooser(RunLog):
                 run=self.view.run or run,
                 slot=slot,
                 world_size=self._world_size,
+                restarts=restarts,
                 **signed(self._clock),
                 facts=recorded(facts_of(self._objects), before[-1] if before else None, self._objects),
             )
@@ -162,12 +186,17 @@ class Chooser(RunLog):
         raise AttemptSuperseded(f"other jobs took {_MOST_SLOTS} slots of the log in a row: stop them first")
 
     def restored(
-        self, choice: Mapping[str, str], begun: int, skipped: Mapping[str, int], captured: CutId | None
+        self,
+        choice: Mapping[str, str],
+        begun: int,
+        skipped: Mapping[str, int],
+        captured: CutId | None,
+        faults: tuple[Fault, ...] = (),
     ) -> dict[str, str]:
         """Record in the log what the attempt ``begun`` has restored by the ``choice`` of `choose`; return the slot that
         the attempt has reached, as ``last``. The first attempt of a run records nothing.
 
-        ``skipped``: reader → the epoch of which it skips the rest."""
+        ``skipped``: reader → the epoch of which it skips the rest. ``faults``: as in `Restored`."""
         if begun == 0:
             return {"last": "0"}
         entry = Restored(
@@ -179,6 +208,7 @@ class Chooser(RunLog):
             skipped=dict(skipped),
             captured=captured,
             rolled_back_to=int(choice["obeys"]) if choice["obeys"] else None,
+            faults=faults,
         )
         try:
             put_entry(self._storage, entry)

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.faults.aftermath import Aftermath
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
@@ -47,6 +48,7 @@ from lakeckpt.errors import ArenaError, CheckpointDamaged, DamageWarning
 from lakeckpt.lake.storage.base import Storage, expect_folder
 from lakeckpt.recovery.decide import Decision, decide
 from lakeckpt.recovery.facts import CutId, Holding, NodeFacts
+from lakeckpt.recovery.faults import Fault
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.tally import Tally
 
@@ -109,6 +111,7 @@ class Restorer:
         step: int | None = None,
         arenas: ArenaFolder | None = None,
         allow_missing: Collection[str] = (),
+        aftermath: Aftermath | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._storage = storage
@@ -118,6 +121,8 @@ class Restorer:
             storage, world_size=world_size, speaker=rank == 0, step=step, objects=objects, clock=clock
         )
         self._memory = None if arenas is None else Remembered(arenas, storage, rank=rank, world_size=world_size)
+        self._aftermath = aftermath
+        self._objects = objects
         self._unfit: dict[CutId, str] = {}
         self._passed_over: dict[CutId, str] = {}
         self._applying = Applying(storage, exchange, objects, allow_missing=allow_missing, advice=_ADVICE, mixed=_MIXED)
@@ -138,13 +143,20 @@ class Restorer:
 
     def _restore(self, presence: Presence | None) -> tuple[int, Attempt, RestoreReport]:
         begun: int | None = None
+        has_learned = self._aftermath is None
         for look in range(_MOST_ROUNDS):
             choice = self._all.ask_rank_0(self._chooser.choose)
+            if not (has_learned or choice["empty"]):
+                has_learned = True
+                if self._learn(choice):
+                    continue
             which = self._which(choice)
             if begun is None and choice["empty"] and presence is not None and presence.await_run():
                 continue
             try:
                 chosen = self._compare(choice["run"], which)
+                if begun is None and self._aftermath is not None:
+                    self._aftermath.refuse(self._objects)
                 if begun is not None:
                     self._apply(chosen)
                     return self._record(choice, begun, chosen)
@@ -156,13 +168,23 @@ class Restorer:
             begun = self._claim(choice["run"], 0 if chosen is None else chosen.step, presence)
         raise CheckpointDamaged(f"{_MOST_ROUNDS} checkpoints of this run were tried, and none is whole")
 
+    def _learn(self, choice: Mapping[str, str]) -> bool:
+        """Learn from the faults of earlier attempts. Return whether another choice is to be made."""
+        assert self._aftermath is not None
+        self._aftermath.learn(choice["run"], lambda: self._chooser.view)
+        self._chooser.go_back, self._chooser.reached = self._aftermath.level.go_back, self._aftermath.reached
+        return self._aftermath.reached > 0
+
     def _claim(self, run: str, step: int, presence: Presence | None) -> int:
         """Begin the attempt, whose number is returned: from now on no other job commits into the run."""
         if presence is not None:
             presence.meet()
         take_over = None if presence is None else presence.take_over
-        begun = int(self._all.ask_rank_0(lambda: self._chooser.claim(run, take_over))["begun"])
+        restarts = 0 if self._aftermath is None else self._aftermath.restarts
+        begun = int(self._all.ask_rank_0(lambda: self._chooser.claim(run, take_over, restarts))["begun"])
         expect_folder(self._storage, LOG)
+        if self._aftermath is not None:
+            self._aftermath.begin(run, begun)
         if presence is not None:
             presence.begin(begun, step)
         return begun
@@ -272,8 +294,11 @@ class Restorer:
         pins = None if chosen is None else chosen.pins
         skipped = {} if pins is None else dict(pins.skipped)
         epochs = {name: int(chosen.readers[name].state["epoch"]) for name in skipped} if chosen is not None else {}
-        work = partial(self._chooser.restored, choice, begun, epochs, captured)
+        faults = self._faults(chosen)
+        work = partial(self._chooser.restored, choice, begun, epochs, captured, faults)
         last = int(self._all.ask_rank_0(work)["last"])
+        if self._aftermath is not None:
+            self._aftermath.forget()
         self._applying.done()
         attempt = Attempt(run=choice["run"], number=begun, last=last, parent=None, seed=torch.initial_seed() % 2**63)
         if chosen is not None:
@@ -291,6 +316,15 @@ class Restorer:
         )
         return 0 if chosen is None else chosen.step, attempt, report
 
+    def _faults(self, chosen: Candidate | None) -> tuple[Fault, ...]:
+        """Return the faults that ended the attempts before, on rank 0."""
+        if self._aftermath is None or self._exchange.rank:
+            return ()
+        if chosen is None:
+            return self._aftermath.joined(0, "nothing", 0)
+        size_bytes = sum(one.size_bytes for one in chosen.loaded.specs.values())
+        return self._aftermath.joined(chosen.step, "storage" if chosen.captured is None else "memory", size_bytes)
+
     def _newer_than(self, chosen: Candidate | None) -> tuple[str, ...]:
         """Return which newer cuts in memory were passed over, the newest first, and why."""
         done = 0 if chosen is None else chosen.step
@@ -298,7 +332,8 @@ class Restorer:
         found = tuple(f"step {cut.step} of attempt {cut.attempt}: {why}" for cut, why in every if cut.step > done)
         for text in found if self._exchange.rank == 0 else ():
             _LOG.info("a newer cut in memory was passed over: %s", text)
-        return found
+        said = "" if self._aftermath is None else self._aftermath.level.said
+        return (*found, said) if said else found
 
     def _go_on(self, attempt: Attempt, chosen: Candidate) -> None:
         """Let the attempt, and the random states of this process, go on from what was restored."""

@@ -12,6 +12,7 @@ the storage is dead from then on. Calls that are not addressed go through unchan
 from __future__ import annotations
 
 import enum
+import errno
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
@@ -28,6 +29,7 @@ class Fault(enum.Enum):
     """What happens to a call. Each kind says which methods it can happen to; the others refuse it at once."""
 
     ERROR = "error"  # any: nothing is done, StorageError
+    FULL = "full"  # put, put_new: nothing is done, StorageError of a full disk, which no retry mends
     LOST_ANSWER = "lost answer"  # any: it is done, and yet StorageError
     TORN = "torn"  # put: the first half becomes visible, then StorageError
     SILENT_TEAR = "silent tear"  # put: the first half becomes visible, and success is reported
@@ -37,7 +39,14 @@ class Fault(enum.Enum):
     KILL_TORN = "kill torn"  # put: the first half becomes visible, then as KILL
 
 
-_ONLY = {Fault.TORN: "put", Fault.SILENT_TEAR: "put", Fault.KILL_TORN: "put", Fault.FLIPPED: "read"}
+_PUT = ("put",)
+_ONLY = {
+    Fault.TORN: _PUT,
+    Fault.SILENT_TEAR: _PUT,
+    Fault.KILL_TORN: _PUT,
+    Fault.FLIPPED: ("read",),
+    Fault.FULL: ("put", "put_new"),
+}
 
 
 class Killed(BaseException):
@@ -64,8 +73,8 @@ class FaultyStorage:
         for (method, n), fault in self._faults.items():
             if method not in (*METHODS, "*") or n < 1 or not isinstance(fault, Fault):
                 raise ConfigError(f"a fault is addressed by ({'|'.join(METHODS)}|*, n >= 1), not by {(method, n)!r}")
-            if method != "*" and _ONLY.get(fault, method) != method:
-                raise ConfigError(f"{fault} can only happen to {_ONLY[fault]!r}, not to {method!r}")
+            if method != "*" and method not in _ONLY.get(fault, (method,)):
+                raise ConfigError(f"{fault} can only happen to {' and '.join(_ONLY[fault])}, not to {method!r}")
         self._before = before
         self._lock = threading.Lock()
         self.calls: list[tuple[str, str]] = []
@@ -126,8 +135,12 @@ class FaultyStorage:
             self.calls.append((method, path))
             n = sum(1 for called, _ in self.calls if called == method)
             fault = self._faults.get((method, n)) or self._faults.get(("*", len(self.calls)))
-        if fault is not None and _ONLY.get(fault, method) != method:
+        if fault is not None and method not in _ONLY.get(fault, (method,)):
             raise ConfigError(f"call {len(self.calls)} is {method} {path!r}, to which {fault} cannot happen")
+        if fault is Fault.FULL:
+            error = StorageError(f"injected: {method} {path!r} failed, as the disk is full")
+            error.errno = errno.ENOSPC
+            raise error
         if fault is Fault.ERROR:
             raise StorageError(f"injected: {method} {path!r} failed before it was done")
         if fault is Fault.KILL:
