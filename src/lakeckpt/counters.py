@@ -109,6 +109,10 @@ class RunCounters(Counters):
     stall_s: float = 0.0
     """Seconds for which saves and captures have held up the training thread."""
     captures: int = 0
+    captured_s: float = 0.0
+    """The time at which the newest capture was complete, in seconds since 1970; 0 before the first."""
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """Cause → how many faults ended the attempts before this one, since the last restore; on rank 0."""
     capture_s: float = 0.0
     bubble_bytes: int = 0
     """Bytes that were copied in idle windows."""

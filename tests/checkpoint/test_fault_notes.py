@@ -1,4 +1,4 @@
-"""A death leaves a note that says why, where and at which micro-batch; of several notes the one that knows most stays."""
+"""A death leaves a note: why, where, at which micro-batch. Of several notes, the one that knows most stays."""
 
 from __future__ import annotations
 

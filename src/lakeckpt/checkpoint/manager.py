@@ -232,6 +232,7 @@ class CheckpointManager:
         self._counters.begin(done, attempt.recorded, self._report.restored if self._report else None)
         self._uncount = RUNS.follow(self, self._counters)
         self._aftermath.trains(done, self._tracks)
+        self._counters.faults = self._aftermath.causes
         return sharing_facts(objects, self._tracks, self._exchange.world_size)
 
     def step(self, batch: Any = None, *, metric: float | None = None) -> None:

@@ -21,6 +21,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,8 @@ class Aftermath:
         self._awaits_step = False
         self.level = Level()
         """What is to be done otherwise than before."""
+        self.causes: Mapping[str, int] = {}
+        """Cause → how many faults the entry of this attempt names; on rank 0."""
         self.restarts = 0
         """How often the launcher has started the job again."""
         self.reached = 0
@@ -190,6 +193,7 @@ class Aftermath:
                 deaths=self.level.deaths if last.is_own else 0,
             )
         self._awaits_step = bool(found)
+        self.causes = Counter(one.first.cause for one in found)
         return tuple(found)
 
     def _phases(self, last: FaultNote) -> dict[str, float]:
