@@ -323,7 +323,14 @@ def own(rank: int, folder: str, attempt: int, captures: bool, with_model: bool) 
     os._exit(0)
 
 
-@pytest.mark.parametrize(("captures", "with_model"), [(False, True), (False, False), (True, True), (True, False)])
+@pytest.mark.parametrize(
+    ("captures", "with_model"),
+    [
+        (False, True),
+        (True, False),
+        *(pytest.param(*one, marks=pytest.mark.soak) for one in ((False, False), (True, True))),
+    ],
+)
 def test_what_an_optimizer_keeps_of_this_ranks_part_stays_its_own(
     tmp_path: Path, captures: bool, with_model: bool
 ) -> None:

@@ -87,7 +87,7 @@ def proved(storage: MemoryStorage) -> AuditReport:
     "chain",
     [
         [(1, 9), (2, 7), (4, 5), (3, None)],
-        [(3, 4), (2, 40), (2, 12), (1, None)],
+        pytest.param([(3, 4), (2, 40), (2, 12), (1, None)], marks=pytest.mark.soak),
     ],
 )
 def test_every_yielded_row_counts_once_on_any_chain_of_topologies(
@@ -111,7 +111,7 @@ def rare(row: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"id": row["id"], "part": 0}] if int(row["id"]) in RARE else []
 
 
-@pytest.mark.parametrize(("world_size", "every"), [(2, 1), (4, 1), (2, 10**6)])
+@pytest.mark.parametrize(("world_size", "every"), [(2, 1), pytest.param(4, 1, marks=pytest.mark.soak), (2, 10**6)])
 def test_an_epoch_goes_over_into_the_next_where_the_last_lane_of_a_rank_yields_nothing(
     world_size: int, every: int, lake: Path, job_store: dist.Store
 ) -> None:

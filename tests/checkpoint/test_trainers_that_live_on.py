@@ -98,7 +98,10 @@ def rows_of(storage: Any) -> int:
     return total.size
 
 
-@pytest.mark.parametrize(("every", "keep"), [(1, 1), (2, 1), (3, 1), (3, 2), (5, 1), (7, 1)])
+@pytest.mark.parametrize(
+    ("every", "keep"),
+    [(1, 1), (3, 2), *(pytest.param(*one, marks=pytest.mark.soak) for one in ((2, 1), (3, 1), (5, 1), (7, 1)))],
+)
 def test_every_restore_succeeds_at_its_first_try_while_a_trainer_saves_between_its_calls(every: int, keep: int) -> None:
     """No warning is given: none of this is damage."""
     for first in range(1, every + 1):

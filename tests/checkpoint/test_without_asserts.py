@@ -32,6 +32,7 @@ def test_the_law_of_readers_holds(table: Path, tmp_path: Path) -> None:
     run("law", table, tmp_path)
 
 
+@pytest.mark.soak
 def test_a_killed_run_goes_on_and_its_ledger_has_the_rows_that_were_read_again(table: Path, tmp_path: Path) -> None:
     run("killed", table, tmp_path)
     run("again", table, tmp_path)

@@ -2,7 +2,7 @@
 
 ``launched.py FOLDER KILLS WORKERS METHOD MODE``: KILLS are steps, separated by commas. In attempt i, rank 1 kills
 itself after it has finished the i-th of them. MODE is empty, or what else goes wrong in every attempt: ``raise`` and
-``crash`` at the micro-batch with row `POISON`, or ``bad cut``: every attempt that goes on from a cut behind step 5 raises.
+``crash`` at the micro-batch with row `POISON`, or ``bad cut``: attempts that go on from a step beyond 5 raise.
 Each rank notes, for each step, the attempt, the time (seconds since 1970) and its rows. `run` runs the script by a
 launcher.
 """

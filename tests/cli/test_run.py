@@ -132,6 +132,7 @@ def test_a_script_that_never_begins_a_run_ends_the_launcher_with_its_own_status(
     assert "--rdzv-backend=c10d (static), --max-restarts=1000 (0)" in done.stderr
 
 
+@pytest.mark.soak
 def test_a_preloaded_module_that_starts_a_thread_means_a_cold_start(tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "busy.py").write_text(

@@ -51,7 +51,7 @@ def run(lake: Path, folder: Path, world_size: int, state: Any, *, ends: list[int
     return steps_of(folder, world_size)
 
 
-@pytest.mark.parametrize(("dies_at", "num_workers"), [(0, 0), (5, 2)])
+@pytest.mark.parametrize(("dies_at", "num_workers"), [(0, 0), pytest.param(5, 2, marks=pytest.mark.soak)])
 def test_a_job_whose_rank_is_killed_goes_on_with_other_ranks(
     lake: Path, tmp_path: Path, dies_at: int, num_workers: int
 ) -> None:

@@ -84,7 +84,7 @@ def test_a_state_of_a_finished_epoch_goes_on_with_the_next(lake: Path, num_worke
     assert [epoch_of(resumed, 1), epoch_of(resumed, 2)] == epochs[1:]
 
 
-@pytest.mark.parametrize("topology", [(1, 0), (3, 0), (2, 1)])
+@pytest.mark.parametrize("topology", [(1, 0), (3, 0), pytest.param((2, 1), marks=pytest.mark.soak)])
 def test_the_law_holds_for_it_in_lockstep_ranks(lake: Path, topology: tuple[int, int]) -> None:
     def make_loader(rank: int, world_size: int, num_workers: int) -> StatefulDataLoader:
         return stateful(lake, num_workers, rank=rank, world_size=world_size)

@@ -304,8 +304,8 @@ def exits_at_20(batch: Batch) -> Batch:
     ("transform", "how", "persistent"),
     [
         (dies_at_20, "SIGKILL", False),
-        (dies_of_40_at_20, "signal 40", True),
-        (exits_at_20, "exit code 3", True),
+        pytest.param(dies_of_40_at_20, "signal 40", True, marks=pytest.mark.soak),
+        pytest.param(exits_at_20, "exit code 3", True, marks=pytest.mark.soak),
     ],
 )
 def test_a_worker_that_dies_is_named_and_nothing_is_lost(

@@ -90,10 +90,10 @@ def test_a_fault_that_passes_is_not_noticed(s3: S3, proxy: FaultProxy, fault: Ht
     assert all(storage.read(name) == DATA for name in names)
 
 
-@pytest.mark.parametrize("fault", [HttpFault.STALL, HttpFault.STALL_IN_BODY])
+@pytest.mark.parametrize("fault", [pytest.param(HttpFault.STALL, marks=pytest.mark.soak), HttpFault.STALL_IN_BODY])
 def test_an_answer_that_stalls_is_asked_for_again(s3: S3, proxy: FaultProxy, fault: HttpFault) -> None:
     opened(s3, proxy).put("a/x", [DATA])
-    storage = opened(s3, proxy, attempt_s=0.5)
+    storage = opened(s3, proxy, attempt_s=0.5, slowest_bytes_per_s=1 << 26)
     proxy.faults = [At(len(proxy.requests) + 1, fault)]
     assert storage.read("a/x", 100, 1000) == DATA[100:1000]
     assert [fault for _, fault in proxy.injected] == [fault]
@@ -108,14 +108,14 @@ def test_an_answer_that_stalls_is_asked_for_again(s3: S3, proxy: FaultProxy, fau
         (HttpFault.TRUNCATED, StorageError, "the connection broke"),
         (HttpFault.SHORT, StorageError, r"the answer has 450 bytes and calls them \(100, 1000\)"),
         (HttpFault.STALL, StorageError, "no whole answer in time"),
-        (HttpFault.STALL_IN_BODY, StorageError, "no whole answer in time"),
+        pytest.param(HttpFault.STALL_IN_BODY, StorageError, "no whole answer in time", marks=pytest.mark.soak),
     ],
 )
 def test_a_fault_that_stays_is_a_typed_error_in_bounded_time(
     s3: S3, proxy: FaultProxy, fault: HttpFault, kind: type[StorageError], says: str
 ) -> None:
     opened(s3, proxy).put("a/x", [DATA])
-    storage = opened(s3, proxy, attempt_s=0.5, total_s=1.0, pause_s=0.4)
+    storage = opened(s3, proxy, attempt_s=0.5, total_s=1.0, pause_s=0.4, slowest_bytes_per_s=1 << 26)
     before = len(proxy.requests)
     proxy.faults = [Where(lambda request: True, fault)]
     with pytest.raises(kind, match=says) as caught:
@@ -254,7 +254,10 @@ def parts(count: int) -> list[bytes]:
     return [bytes([n]) * PART_BYTES for n in range(count)]
 
 
-@pytest.mark.parametrize("fault", [HttpFault.LOST_ANSWER, HttpFault.ERROR, HttpFault.RESET])
+@pytest.mark.parametrize(
+    "fault",
+    [HttpFault.LOST_ANSWER, *(pytest.param(one, marks=pytest.mark.soak) for one in (HttpFault.ERROR, HttpFault.RESET))],
+)
 def test_an_upload_outlives_a_fault_at_each_of_its_requests(s3: S3, proxy: FaultProxy, fault: HttpFault) -> None:
     storage = opened(s3, proxy, attempt_s=20.0, total_s=60.0)
     storage.put("warm", [b""])

@@ -57,3 +57,32 @@ def test_a_wait_ends_with_its_store(capfd: pytest.CaptureFixture[str]) -> None:
         assert not comes(0.0)
         del host
     assert threads() == []
+
+
+class Late:
+    """A store whose waits begin when the rank that waits has found the value by itself."""
+
+    def __init__(self) -> None:
+        self.store, self.may = dist.HashStore(), threading.Event()
+
+    def clone(self) -> Late:
+        return self
+
+    def check(self, keys: list[str]) -> bool:
+        self.may.set()
+        return self.store.check(keys)
+
+    def set(self, key: str, value: str) -> None:
+        self.may.set()
+        self.store.set(key, value)
+
+    def wait(self, keys: list[str], limit: timedelta) -> None:
+        self.may.wait()
+        self.store.wait(keys, limit)
+
+
+def test_a_value_that_the_rank_finds_before_its_thread_stays_as_it_is() -> None:
+    late = Late()
+    with KeyWaits(late).on("welcome", PATIENCE_S):
+        late.store.set("welcome", "the name")
+    assert late.store.get("welcome") == b"the name" and threads() == []

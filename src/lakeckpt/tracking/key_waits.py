@@ -3,8 +3,9 @@
 A wait in a `TCPStore` blocks its connection, and torch prints warnings whenever one ends without the key. So a wait
 has a connection of its own, and blocks there once, for as long as the rank may wait. The store wakes it: nobody asks
 the store again and again. Only the rank that waits, and the rank that wakes it, know the key: a rank that stops
-waiting sets the key itself. So the thread of a wait always ends with the wait, however that ends; an interpreter that
-exits while a thread is blocked in torch would abort.
+waiting sets the key itself, unless it has a value: that may be the answer for which the rank waits. So the thread of a
+wait always ends with the wait, however that ends; an interpreter that exits while a thread is blocked in torch would
+abort.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class KeyWaits:
         finally:
             if not came.is_set():
                 with suppress(RuntimeError):  # the store is gone, and the thread ends by itself
-                    self.store.set(key, "1")
+                    if not self.store.check([key]):
+                        self.store.set(key, "1")
             thread.join(_JOIN_S)
             if thread.is_alive():
                 self._connection = None

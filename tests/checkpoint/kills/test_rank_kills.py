@@ -16,7 +16,9 @@ import pytest
 from tests.checkpoint.kills.sweeps import EVERY, Sweep, swept
 
 
-@pytest.mark.parametrize(("kind", "shares"), [("midst", False), ("midst", True), ("hurried", False)])
+@pytest.mark.parametrize(
+    ("kind", "shares"), [("midst", False), ("midst", True), pytest.param("hurried", False, marks=pytest.mark.soak)]
+)
 def test_killed_in_the_midst_of_copies_and_updates_all_ranks_go_on_from_one_whole_cut(kind: str, shares: bool) -> None:
     swept(Sweep(kind=kind, ranks=2, shares=shares, most=3))
 
