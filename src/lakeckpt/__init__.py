@@ -8,7 +8,7 @@ The public names load when first used, so that ``import lakeckpt`` and the commi
                                       ^                                    |
                                    [core/]: the order of rows          [tracking/]: what all ranks agree on
                                                                            |
-                                                                       [recovery/]: which cut to go on from
+                                    [watch/]: where ranks are →        [recovery/]: which cut to go on from
     what lasts is written by [wire/]. [errors]: all errors. [counters] → [metrics/]. [progress]: long work is shown.
 
     commands: [cli/], [demo/]. Public modules: [convert], [dcp], [bubbles], [testing/], [integrations/].

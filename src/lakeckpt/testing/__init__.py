@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from lakeckpt.testing.attempts import Attempt, Topology
 from lakeckpt.testing.exactly_once import assert_exactly_once, replay
-from lakeckpt.testing.faulty_storage import Fault, FaultyStorage
+from lakeckpt.testing.faulty_storage import FaultyStorage, StoreFault
 
 if TYPE_CHECKING:
     from lakeckpt.testing.faults import fail_at, lose_node
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attempt",
-    "Fault",
     "FaultyStorage",
+    "StoreFault",
     "Topology",
     "assert_exactly_once",
     "fail_at",
