@@ -139,7 +139,7 @@ METRICS: tuple[Metric, ...] = (
         kind="gauge",
         labels=("run",),
         unit="seconds",
-        about="Time since the newest cut was complete in host memory: what the death of a rank would cost.",
+        about="Time since the newest cut was complete in host memory, or since the attempt began if there is none.",
     ),
     Metric(
         name="lakeckpt_faults",

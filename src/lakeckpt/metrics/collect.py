@@ -78,8 +78,7 @@ def _of_newest(one: RunCounters, now_s: float) -> Iterator[tuple[str, tuple[str,
     yield "lakeckpt_step", (), one.step
     yield "lakeckpt_commit_age_seconds", (), max(0.0, now_s - one.committed_s)  # clocks of nodes differ
     yield "lakeckpt_commit_age_steps", (), one.step - one.committed_step
-    if one.captured_s:
-        yield "lakeckpt_cut_age_seconds", (), max(0.0, now_s - one.captured_s)
+    yield "lakeckpt_cut_age_seconds", (), max(0.0, now_s - one.captured_s)
     for cause in get_args(Cause) if one.rank == 0 else ():
         yield "lakeckpt_faults", (cause,), one.faults.get(cause, 0)
     for waits in one.waits():
