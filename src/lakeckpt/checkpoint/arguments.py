@@ -8,11 +8,12 @@ from datetime import timedelta
 from os import PathLike
 from typing import Any
 
+from lakeckpt.checkpoint.copying.backups import Backup
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING
 from lakeckpt.errors import ConfigError
 from lakeckpt.tracking.readers import reader_of
 
-__all__ = ["check_capturing", "check_settings", "checked_names", "checked_state", "shared_settings"]
+__all__ = ["check_capturing", "check_settings", "checked_backups", "checked_names", "checked_state", "shared_settings"]
 
 
 def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,6 +56,18 @@ def checked_names(allow_missing: Collection[str], objects: Mapping[str, Any], st
             "name some of these"
         )
     return frozenset(names)
+
+
+def checked_backups(backups: Collection[Backup], capture_every: object) -> tuple[Backup, ...]:
+    """Return the ``backups``. `ConfigError` for anything else, and without an agent to make them."""
+    if isinstance(backups, (str, Mapping)) or not all(isinstance(one, Backup) for one in backups):
+        raise ConfigError(f"backups is a list of lakeckpt.Backup, got {backups!r}")
+    if backups and capture_every is None:
+        raise ConfigError(
+            "backups= needs capture_every=: the agent makes them. Without captures, let cron or the scheduler run "
+            "`lakeckpt copy RUN DESTINATION` as often as you want"
+        )
+    return tuple(backups)
 
 
 def _is_divided(one: object) -> bool:

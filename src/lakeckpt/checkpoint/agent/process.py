@@ -6,7 +6,8 @@ ends a save under way. The kernel reports the trainer's death through a pidfd of
 Linux 5.3), the agent relies on the end of its standard input, which a forked loader worker may delay.
 
 The main thread persists, and takes the checksums of cuts (`persister`). One thread reads orders, and ends with the
-process. After the last save the agent removes the arena, if everything in it is in storage. Imports without torch.
+process; another one makes backups. After the last save the agent removes the arena, if everything in it is in storage.
+Imports without torch.
 """
 
 from __future__ import annotations
@@ -18,28 +19,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.link import IGNORED
-from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Unable, message_from_bytes, message_to_bytes
+from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Outcome, Unable, message_from_bytes, message_to_bytes
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.faults.causes import cause_of_status, exit_status, killed_for_memory
-from lakeckpt.checkpoint.faults.notes import leave_note, note_at, note_of, page_path
-from lakeckpt.checkpoint.faults.records import put_note
+from lakeckpt.checkpoint.copying.backups import Backup, Backups
+from lakeckpt.checkpoint.faults.deaths import note_death
+from lakeckpt.checkpoint.faults.notes import page_path
 from lakeckpt.checkpoint.persist.log import LOG
-from lakeckpt.errors import LakeckptError, StorageError
-from lakeckpt.lake.storage.base import Storage, expect_folder, redact_uri
+from lakeckpt.errors import LakeckptError
+from lakeckpt.lake.storage.base import expect_folder, redact_uri
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.waiting import SystemWaiter
-from lakeckpt.watch.beat import read_page
 
 __all__ = ["main"]
 
-_STATUS_S = 2.0
-"""How long the trainer's parent may take to collect its exit status."""
 _DEATH_S = 5.0
 """How long the agent waits for the end of a trainer that has closed its pipe: its locks on the arena end with it."""
 
@@ -53,7 +52,12 @@ def main(trainer: int) -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # a library that prints must not print into the pipe
 
+    backups: Backups | None = None
+
     def report(message: Message) -> None:
+        if backups is not None and isinstance(message, Outcome) and message.info is not None:
+            message = replace(message, remarks=replace(message.remarks, unmade=backups.failed))
+            backups.committed()
         with contextlib.suppress(OSError):  # the trainer is gone
             outcomes.send_bytes(message_to_bytes(message))
 
@@ -85,13 +89,16 @@ def main(trainer: int) -> int:
         log=lambda text: _log(f"{name}: {text}"),
         linger_s=begin.linger_s,
     )
-    noting = partial(_note_death, begin, storage, trainer)
+    backups = Backups(storage, [Backup(**one) for one in begin.backups], lambda text: _log(f"{name}: {text}"))
+    page = page_path(begin.arenas, begin.digest, begin.attempt.number, begin.rank)
+    noting = partial(note_death, storage, page, begin.attempt.number, trainer)
     serving = threading.Thread(
         target=_serve, args=(messages, persister, name, noting), name="lakeckpt-orders", daemon=True
     )
     serving.start()
     persister.run()
     serving.join(_DEATH_S)
+    backups.finish()
     _log(f"{name}: {_tidied(persister, generations)}; ends")
     return 0
 
@@ -124,27 +131,6 @@ def _serve(messages: Iterator[Message], persister: Persister, name: str, noting:
     except BaseException as error:
         _log(f"{name}: ends, as an order cannot be read: {error!r}")
         os._exit(1)
-
-
-def _note_death(begin: Hello, storage: Storage, trainer: int) -> str:
-    """Note why the trainer has died, from its page, beside the arenas; and in the run, if it died of its own. Returns
-    what was noted; empty if there is no page, or if the trainer lives on."""
-    at_s = time.time()
-    path = page_path(begin.arenas, begin.digest, begin.attempt.number, begin.rank)
-    note, page = note_at(path), read_page(path)
-    if note is None and page is not None and page.phase != "ended":
-        status = exit_status(trainer, timeout_s=_STATUS_S) if trainer >= 0 else None
-        if status is None and page.lives:
-            return ""
-        cause, what = cause_of_status(status, killed=killed_for_memory() - page.killed)
-        text = "its agent saw it end"
-        note = leave_note(path, note_of(page, begin.attempt.number, cause=cause, what=what, text=text, at_s=at_s))
-    if note is None:
-        return ""
-    if note.is_own:
-        with contextlib.suppress(StorageError):
-            put_note(storage, note)
-    return note.name
 
 
 def _tidied(persister: Persister, generations: Generations) -> str:
