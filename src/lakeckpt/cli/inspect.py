@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
+from lakeckpt.checkpoint.consumed.source_records import SourceRecord, readers_in
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.register import best_first
 from lakeckpt.checkpoint.ledger.audit import read_run
-from lakeckpt.checkpoint.ledger.source_records import SourceRecord, readers_in
 from lakeckpt.checkpoint.ledger.verify import Kept
 from lakeckpt.checkpoint.persist.history import History
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json

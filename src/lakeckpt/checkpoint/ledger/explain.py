@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from lakeckpt.checkpoint.consumed.rows import GroupRows, RowOrder, name_rows, order_name
+from lakeckpt.checkpoint.consumed.source_records import SourceRecord, readers_in
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.checkpoint.ledger.audit_report import plain_of
 from lakeckpt.checkpoint.ledger.document_finder import DocumentFinder, DocumentTokens
 from lakeckpt.checkpoint.ledger.indexes import orders_of
-from lakeckpt.checkpoint.ledger.source_records import SourceRecord, readers_in
 from lakeckpt.checkpoint.persist.history import History, index_path, selection_path
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.core.identity import Identity
