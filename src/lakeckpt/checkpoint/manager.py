@@ -16,7 +16,14 @@ from types import TracebackType
 from typing import Any, Literal, Self, overload
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.arguments import check_capturing, check_settings, checked_names, checked_state, shared_settings
+from lakeckpt.checkpoint.arguments import (
+    check_capturing,
+    check_settings,
+    checked_names,
+    checked_state,
+    checked_steps,
+    shared_settings,
+)
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.bubbles.watch import Bubbles
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
@@ -163,7 +170,13 @@ class CheckpointManager:
 
     # --- what a training loop calls
 
-    def restore(self, step: int | None = None, *, allow_missing: Collection[str] = ()) -> int:
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        exclude_steps: tuple[int, int] | None = None,
+        allow_missing: Collection[str] = (),
+    ) -> int:
         """Restore the newest checkpoint that is whole (with ``capture_every``: or the newest cut that the ranks
         can read from their nodes' memory), and begin an attempt; call it once, before the first step. ``allow_missing``
         names objects that joined the state after it was saved: if it does not hold them, they keep the state that they
@@ -171,8 +184,9 @@ class CheckpointManager:
 
         ``step`` rolls the run back to its newest checkpoint of that step: later work is abandoned. This is an order
         given once. A script that is started again with the same ``step`` goes on from the newest checkpoint if the
-        history descends from this roll-back already. To go back to the same step again: ``lakeckpt rollback``. Rank 0's
-        ``step`` counts.
+        history descends from this roll-back already. To go back to the same step again: ``lakeckpt rollback``. With
+        ``exclude_steps=(A, B)``, half-open, ``step`` < A < B, training goes on without the batches that these steps had
+        used, after a loss spike: they leave the deal, on record (docs/how-to/go-back.md). Rank 0's arguments count.
 
         Returns the optimizer steps done so far: 0 in an empty place. Damaged checkpoints are skipped with a
         `DamageWarning` and listed in `restore_report`. A job that still trains this run is superseded: its next save
@@ -182,18 +196,26 @@ class CheckpointManager:
         `CheckpointMismatch` listing all differences, and `StateError` if a reader refuses its state. In these cases
         nothing is changed on any rank and nothing is written, so that a job that is alive goes on. `CheckpointDamaged`
         if there are checkpoints and none is whole; `CheckpointNotFound` naming the steps that can be restored, if
-        ``step`` is none of them; `StorageError` naming the cut if the run is away (docs/how-to/one-job.md) and does not
-        come back within ``timeout_s``; `RunInUse` with ``exclusive=True``. Tensors are read in place. If an object
-        fails to load its state after that, they hold a mixture of states, and the error says so.
+        ``step`` is none of them, and if the history has not all of ``exclude_steps``; `StorageError` naming the cut if
+        the run is away (docs/how-to/one-job.md) and does not come back within ``timeout_s``; `RunInUse` with
+        ``exclusive=True``. Tensors are read in place. If an object fails to load its state after that, they hold a
+        mixture of states, and the error says so.
         """
         self._refuse_closed()
         if self._saves is not None:
             raise ConfigError("this manager has restored already: make another one to restore again")
         missing = checked_names(allow_missing, self._objects, step)
+        steps = checked_steps(step, exclude_steps)
         check_shared(self._exchange, self._shared)
         arenas = None if self._place is None else self._place.arenas
         done, attempt, self._report = Restorer(
-            self._storage, self._exchange, self._objects, step=step, arenas=arenas, allow_missing=missing
+            self._storage,
+            self._exchange,
+            self._objects,
+            step=step,
+            exclude_steps=steps,
+            arenas=arenas,
+            allow_missing=missing,
         ).restore(self._presence)
         # If one rank cannot begin, none does: the others would wait for it at the first save.
         note_sharing(Together(self._exchange).do(lambda: self._begin(done, attempt)), self._tracks)

@@ -81,10 +81,16 @@ class CheckpointManager(manager.CheckpointManager):
         self._reported: tuple[str, int] | None = None
         super().__init__(self._uri, state, **options)
 
-    def restore(self, step: int | None = None, *, allow_missing: Collection[str] = ()) -> int:
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        exclude_steps: tuple[int, int] | None = None,
+        allow_missing: Collection[str] = (),
+    ) -> int:
         """Restore as `lakeckpt.CheckpointManager.restore` does. Ray's own newest checkpoint is not asked: a commit that
         Ray does not know yet is restored, too."""
-        done = super().restore(step, allow_missing=allow_missing)
+        done = super().restore(step, exclude_steps=exclude_steps, allow_missing=allow_missing)
         known = ray.train.get_checkpoint()
         self._reported = None if known is None else _named_by(known)
         return done

@@ -149,7 +149,7 @@ def without_exclusions(
 ) -> tuple[State, tuple[Excluded, ...]]:
     """Return ``state``, of the whole job, without what is left of the ``exclusions`` of ``reader``; and what is
     excluded, as the record of optimizer step ``step`` + 1 has it. `StateMismatch` as `left_of`, if that was ordered."""
-    names = [None] if state.mixing is None else list(state.mixing.names)
+    names: list[str | None] = [None] if state.mixing is None else [*state.mixing.names]
     positions: list[dict[int, Intervals]] = [{} for _ in names]
     found = []
     for one in exclusions:

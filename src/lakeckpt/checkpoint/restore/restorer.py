@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.consumed.exclusions import exclusions_from_text
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
@@ -63,10 +64,10 @@ _UNSEEN = (
     "rank {} cannot look at what its node's memory holds, so all ranks restore a checkpoint, perhaps an older one: {}"
 )
 _FACTS, _DECISION = "what a node holds", "decision"
-_Which = tuple[int | None, Decision | None]
-"""The slot of a checkpoint (None: none yet), and what was decided of the cut in memory that goes on from it, if that is
-restored."""
-_NOTHING: _Which = (None, None)
+_Which = tuple[int | None, Decision | None, str]
+"""The slot of a checkpoint (None: none yet), what was decided of the cut in memory that goes on from it, if that is
+restored, and the text of what leaves the deal."""
+_NOTHING: _Which = (None, None, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ class RestoreReport:
 class Restorer:
     """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, which all
     ranks give or none, if it holds something newer than what was committed. Objects named in ``allow_missing`` keep the
-    state that they have, where what is restored does not hold them. ``step``: see `Chooser`."""
+    state that they have, where what is restored does not hold them. ``step``, ``exclude_steps``: see `Chooser`."""
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class Restorer:
         objects: Mapping[str, Any],
         *,
         step: int | None = None,
+        exclude_steps: tuple[int, int] | None = None,
         arenas: ArenaFolder | None = None,
         allow_missing: Collection[str] = (),
         clock: Callable[[], float] = time.time,
@@ -115,7 +117,13 @@ class Restorer:
         self._exchange = exchange
         rank, world_size = exchange.rank, exchange.world_size
         self._chooser = Chooser(
-            storage, world_size=world_size, speaker=rank == 0, step=step, objects=objects, clock=clock
+            storage,
+            world_size=world_size,
+            speaker=rank == 0,
+            step=step,
+            exclude_steps=exclude_steps,
+            objects=objects,
+            clock=clock,
         )
         self._memory = None if arenas is None else Remembered(arenas, storage, rank=rank, world_size=world_size)
         self._unfit: dict[CutId, str] = {}
@@ -172,8 +180,10 @@ class Restorer:
     def _which(self, choice: Mapping[str, str]) -> _Which:
         """Return rank 0's ``choice``, and what it decides of the cuts that go on from it in the memory of all nodes."""
         slot = None if choice["slot"] == "none" else int(choice["slot"])
+        if slot is None and not choice["offer"]:
+            return _NOTHING
         if not choice["offer"] or self._memory is None:
-            return slot, None
+            return slot, None, choice["exclusions"]
         exchange, facts = self._exchange, dict[str, str]()
         if exchange.rank == exchange.neighbours[0]:
             node = NodeFacts(
@@ -183,7 +193,7 @@ class Restorer:
         decided = exchange.answered(facts, partial(self._decide, Offer.from_text(choice["offer"])))
         decision = Decision.from_text(decided.value(_DECISION))
         self._passed_over |= dict(decision.passed_over)
-        return slot, None if decision.cut is None else decision
+        return slot, None if decision.cut is None else decision, choice["exclusions"]
 
     def _holdings(self, run: str) -> tuple[Holding, ...]:
         """Return what the memory of this node holds of the run; nothing, with a warning, if it cannot be looked at."""
@@ -209,7 +219,7 @@ class Restorer:
     def _pass_over(self, which: _Which, unusable: Unusable) -> None:
         """Report what is damaged, and do not choose it again; do neither if a newer commit has removed it."""
         self._compared = _NOTHING, None
-        slot, decision = which
+        slot, decision, _ = which
         captured = None if decision is None else decision.cut
         if captured is None and self._all.ask_rank_0(self._overtaken)["overtaken"]:
             return
@@ -235,9 +245,11 @@ class Restorer:
         if self._compared[0] != which:
             self._compared = _NOTHING, None
             self._applying.go_back()
-            if which != _NOTHING:
-                read = partial(self._read, run, *which)
-                self._compared = which, self._applying.compare(read, of_memory=which[1] is not None)
+            slot, decision, exclusions = which
+            if slot is not None or decision is not None:
+                read = partial(self._read, run, slot, decision)
+                found = self._applying.compare(read, exclusions_from_text(exclusions), of_memory=decision is not None)
+                self._compared = which, found
         return self._compared[1]
 
     def _read(self, run: str, slot: int | None, decision: Decision | None) -> Candidate:
