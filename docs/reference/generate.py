@@ -96,7 +96,7 @@ def _fields(value: type) -> str:
 
 def _public(value: type) -> dict[str, Any]:
     """The members of a class, and those that it has from a base that is not public itself."""
-    bases = [one for one in value.__mro__[1:] if one.__name__ == "BaseDataset"]
+    bases = [one for one in value.__mro__[1:] if one.__name__ in ("BaseDataset", "Closing")]
     return {
         **vars(value),
         **{name: one for base in bases for name, one in vars(base).items() if name not in vars(value)},

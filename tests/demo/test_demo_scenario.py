@@ -25,7 +25,7 @@ def test_faults_come_in_order_inside_of_the_training(steps: int, save_every: int
 def test_faults_in_a_save_fall_on_a_save_and_the_others_between_two(steps: int, save_every: int) -> None:
     for phase in scenario_for(steps, save_every, kills=5):
         if phase.fault is not None and save_every > 1:
-            saving = phase.fault.point in ("before-part", "before-commit")
+            saving = phase.fault.point == "after-order"
             assert (phase.fault.step % save_every == 0) == saving, phase.fault
 
 
@@ -42,6 +42,12 @@ def test_every_number_of_kills_ends_with_a_phase_that_is_left_alone() -> None:
         phases = scenario_for(480, 40, kills=kills)
         assert [phase.fault is None for phase in phases] == [False] * kills + [True]
         assert phases[-1].world_size != phases[0].world_size
+
+
+def test_a_launcher_starts_all_phases_up_to_another_topology_or_the_loss_of_the_whole_job() -> None:
+    config = DemoConfig(lake="/l", folder="/f", steps=32, save_every=4, phases=scenario_for(32, 4, kills=5))
+    assert config.launches == [range(4), range(4, 5), range(5, 6)]
+    assert DemoConfig(lake="/l", folder="/f", steps=32, save_every=4, phases=config.phases[:1]).launches == [range(1)]
 
 
 def test_a_config_comes_back_from_json_as_it_was() -> None:

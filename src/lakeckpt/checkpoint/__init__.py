@@ -2,7 +2,7 @@
 
 ::
 
-    training loop → [manager] ([arguments], [ranks]): restore, step, save, wait, close
+    training loop → [manager] ([arguments], [ranks], [closing]): restore, step, save, wait, close
                         |
            restore      |  [restore/] ← newest checkpoint, or a cut in memory; then [opening] makes what saves
                         v

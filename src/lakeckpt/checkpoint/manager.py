@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
+from functools import partial
 from os import PathLike
-from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, overload
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arguments import (
@@ -26,16 +26,18 @@ from lakeckpt.checkpoint.arguments import (
 )
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.bubbles.watch import Bubbles
+from lakeckpt.checkpoint.closing import Closing
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
 from lakeckpt.checkpoint.format.keep import Keep, held_metric
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
+from lakeckpt.checkpoint.interop.run_copy import RunCopy
 from lakeckpt.checkpoint.opening import open_saves, opened, place_of
 from lakeckpt.checkpoint.outage import Outage
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Settings
-from lakeckpt.checkpoint.preemption.preemption import Preempted, Preemption
+from lakeckpt.checkpoint.preemption.preemption import Preemption
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of, note_begun
 from lakeckpt.checkpoint.report import Reporter, SaveHandle
 from lakeckpt.checkpoint.restore.presence import Presence
@@ -53,7 +55,7 @@ from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 __all__ = ["CheckpointManager"]
 
 
-class CheckpointManager:
+class CheckpointManager(Closing):
     """Checkpoints of a run at ``uri``: a local folder, the URL of an object store, or a `Storage`.
 
     Args:
@@ -176,6 +178,8 @@ class CheckpointManager:
         *,
         exclude_steps: tuple[int, int] | None = None,
         allow_missing: Collection[str] = (),
+        source: str | PathLike[str] | Storage | None = None,
+        source_options: Mapping[str, Any] | None = None,
     ) -> int:
         """Restore the newest checkpoint that is whole (with ``capture_every``: or the newest cut that the ranks
         can read from their nodes' memory), and begin an attempt; call it once, before the first step. ``allow_missing``
@@ -187,6 +191,10 @@ class CheckpointManager:
         history descends from this roll-back already. To go back to the same step again: ``lakeckpt rollback``. With
         ``exclude_steps=(A, B)``, half-open, ``step`` < A < B, training goes on without the batches that these steps had
         used, after a loss spike: they leave the deal, on record (docs/how-to/go-back.md). Rank 0's arguments count.
+
+        ``source``: the place of another run, such as what ``lakeckpt copy`` has made. If this run's place is empty, the
+        newest checkpoint of that run and its history are copied here first, and verified; else it is not looked at.
+        ``source_options``: of its store.
 
         Returns the optimizer steps done so far: 0 in an empty place. Damaged checkpoints are skipped with a
         `DamageWarning` and listed in `restore_report`. A job that still trains this run is superseded: its next save
@@ -216,6 +224,7 @@ class CheckpointManager:
             exclude_steps=steps,
             arenas=arenas,
             allow_missing=missing,
+            copies=None if source is None else partial(RunCopy, opened(source, source_options), self._storage),
         ).restore(self._presence)
         # If one rank cannot begin, none does: the others would wait for it at the first save.
         note_sharing(Together(self._exchange).do(lambda: self._begin(done, attempt)), self._tracks)
@@ -344,63 +353,6 @@ class CheckpointManager:
         if self._saves is not None:
             self._saves.fence()
 
-    def close(self) -> None:
-        """Close what the manager has opened; save nothing. It may be called again. An agent ends what it has begun."""
-        self._close(well=True)
-
-    def _close(self, *, well: bool) -> None:
-        if not self._closed:
-            self._closed = True
-            self._uncount()
-            try:
-                if well:
-                    self._watch.check_stepped()
-                if self._saves is not None:
-                    self._saves.close(well=well)
-                if well:  # no rank that is behind waits for this one
-                    first = self._saves.attempt.saves if self._saves else 0
-                    self._exchange.obstacles.leave(self._step, first=first)
-            finally:
-                self._presence.close()
-                self._exchange.close()
-                self._preemption.close(well=well)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Save the last cut if the body ended well and it is not saved yet. After an exception, save nothing; if
-        cuts are captured, the newest that is complete on all ranks is persisted, as when processes die. A save that
-        fails here is such an exception."""
-        failure = None if isinstance(error, Preempted) else error
-        try:
-            if kind is None and not self._closed and self._saves is not None:
-                with self._preemption.busy(last=True):
-                    self._save_last()
-                self._preemption.leave()
-                self._presence.done()
-        except BaseException as own:
-            failure = None if isinstance(own, Preempted) else own
-            raise
-        finally:
-            if failure is not None and not self._closed:
-                if self._saves is None:
-                    self._exchange.obstacles.stop(failure)  # no rank waits for this one until its time is over
-                else:
-                    self._saves.stop(failure, at_exit=error is None)
-            self._close(well=failure is None)
-
-    def _save_last(self) -> None:
-        """Save the last cut if it is not saved, on all ranks or on none, and wait for all saves."""
-        if self._ready().is_saving(self._step):
-            with self._reporter.warning_of(self._step):
-                self.wait()
-        if self._reporter.saved_step != self._step:
-            self.save()
-        self.wait()
-
     def _save(self, saves: Saver | Background, *, sync: bool) -> None:
         try:
             saves.save(self._step, self._metric, patient=sync)
@@ -411,16 +363,6 @@ class CheckpointManager:
             saves.wait()
         self._reporter.report(saves.results(), wanted=self._step if sync else None)
         self._presence.saved(self._reporter.saved_step)
-
-    def _ready(self) -> Saver | Background:
-        self._refuse_closed()
-        if self._saves is None:
-            raise ConfigError("call restore() before the first step: it begins the attempt (at 0 on a fresh start)")
-        return self._saves
-
-    def _refuse_closed(self) -> None:
-        if self._closed:
-            raise ConfigError("this manager is closed: make another one")
 
     def __repr__(self) -> str:
         return f"CheckpointManager({describe(self._storage)!r}, {sorted(self._objects)}, step={self._step})"

@@ -5,7 +5,7 @@
     arguments → [main] → the module of the command → [output] → text, or JSON
                               |
          a table:    [plan/]
-         a run, by [run_arguments]:    [inspect], [verify], [audit], [explain], [explore/], [rollback], [convert]
+         a run, by [run_arguments]:    [inspect], [verify], [audit], [explain], [explore/], [writing/]
          this node:  [doctor]
          a job:      [run] → torchrun's agent → ranks, forked from a server that imported [warm]
 """

@@ -31,11 +31,13 @@ _COMMANDS = {
     "explain": "which rows made an optimizer step",
     "explore": "write a page to look at a run in a browser: steps, checkpoints, restarts, rows",
     "convert": "write a checkpoint (of a run, torch.save, safetensors, others) in another format, or as a run",
+    "copy": "copy a checkpoint and its history to another place, from which a job can go on",
     "rollback": "go back to an earlier checkpoint: the next restore goes on from there",
     "doctor": "what runs keep in this node's memory, and what ended runs have left there",
     "audit": "prove that every row was consumed exactly once, or name those that were not",
 }
 _ELSEWHERE = {
+    **{name: f"lakeckpt.cli.writing.{name}" for name in ("convert", "copy", "rollback")},
     "demo": "lakeckpt.demo.demo",
     "explore": "lakeckpt.cli.explore.command",
     "plan": "lakeckpt.cli.plan.command",

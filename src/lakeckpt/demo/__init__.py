@@ -4,7 +4,7 @@
 
     folder → [demo]: tables by [lake], phases and faults by [scenario]
                                                    |
-                        [supervise]: torchrun, kills → [train] with [model] → [records]: tokens that were used
+                        [supervise]: lakeckpt run, kills → [train] with [model] → [records]: tokens that were used
                                                    |      |
                                                    +-- [trip]: a rank stops where it is to be killed
                                                    v

@@ -1,8 +1,8 @@
 """This module runs ``lakeckpt demo``: it trains a small GPT while ranks are killed, and counts every token.
 
-The demo builds a lake from text that comes with Python and trains on it with torchrun twice: once undisturbed, and once
-while ranks are killed. The second run is compared with the first, and with the tokens that the training loop itself
-recorded. The result goes to the terminal and to ``verdict.json``.
+The demo builds a lake from text that comes with Python and trains on it twice, under ``lakeckpt run``, with every step
+captured in memory: once undisturbed, and once while ranks are killed. The second run is compared with the first, and
+with the tokens that the training loop itself recorded. The result goes to the terminal and to ``verdict.json``.
 
 The demo takes nothing from the network and touches nothing outside of its output folder. The folder is made anew each
 time, and only if it is empty or was made by an earlier demo.

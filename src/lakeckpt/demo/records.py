@@ -63,13 +63,15 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One start of the job. ``steps`` holds those that every rank finished; ``ended``: training came to its end."""
+    """One start of the ranks. ``steps`` holds those that every rank finished; ``ended``: training came to its end."""
 
     launch: int
     world_size: int
     restored: int
     steps: Mapping[int, RecordedStep]
     ended: bool
+    began_s: float = 0.0
+    """When all ranks had finished the first step, in seconds since 1970."""
 
 
 def read_launches(folder: Path) -> list[Launch]:
@@ -168,6 +170,7 @@ def _launch(launch: int, paths: Sequence[Path]) -> Launch | None:
         restored=restored.pop(),
         steps={number: _join(launch, number, by_rank) for number, by_rank in whole.items()},
         ended=any(event["kind"] == "end" for _, event in events),
+        began_s=max(event.get("at_s", 0.0) for event in whole[min(whole)].values()) if whole else 0.0,
     )
 
 

@@ -1,14 +1,16 @@
 """This module describes the demo's runs as plain values: sizes, topologies and faults.
 
-A run is a list of phases. A phase is one launch of torchrun with one topology. It ends by its fault, or, for the last
-phase, by the end of training. A fault is addressed by (rank, optimizer step, point in the step). Ranks get a
-`DemoConfig` as JSON. Nothing here starts a process, reads a clock or imports torch.
+A run is a list of phases. A phase is one start of all ranks, with one topology. It ends by its fault, or, for the last
+phase, by the end of training. One ``lakeckpt run`` starts the ranks of all phases up to the next change of topology, or
+loss of the whole job (`DemoConfig.launches`). A fault is addressed by (rank, optimizer step, point in the step). Ranks
+get a `DemoConfig` as JSON. Nothing here starts a process, reads a clock or imports torch.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,7 @@ _MICRO_BATCHES = 4
 POINTS = {
     "before-update": "between the backward pass and the optimizer's update",
     "before-cut": "after the optimizer's update, before the cut",
-    "before-part": "during a save, before its part was published",
-    "before-commit": "during a save, all data written, before the commit",
+    "after-order": "after a step that ordered a save, while agents write it",
 }
 """Point in a step → what happens there."""
 
@@ -56,7 +57,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """One launch: its data-parallel world size, loader workers per rank, and the fault that ends it."""
+    """One start of the ranks: the data-parallel world size, loader workers per rank, and the fault that ends it."""
 
     world_size: int
     workers: int
@@ -91,6 +92,21 @@ class DemoConfig:
         return Path(self.folder, "checkpoints")
 
     @property
+    def arenas(self) -> Path:
+        """Folder of what the ranks capture."""
+        return Path(self.folder, "memory")
+
+    @property
+    def launches(self) -> list[range]:
+        """The phases of each launcher, by number."""
+        ends = [
+            number
+            for number, (one, other) in enumerate(pairwise(self.phases), 1)
+            if one.topology != other.topology or (one.fault is not None and one.fault.whole_job)
+        ]
+        return [range(start, stop) for start, stop in pairwise([0, *ends, len(self.phases)])]
+
+    @property
     def records(self) -> Path:
         """Folder of what the ranks record."""
         return Path(self.folder, "records")
@@ -108,9 +124,9 @@ class DemoConfig:
 def scenario_for(steps: int, save_every: int, *, kills: int) -> tuple[Phase, ...]:
     """Return the phases of the run with the first ``kills`` of five faults, over ``steps`` optimizer steps.
 
-    The first half has three kills and no change of topology. In the second a node is lost; the job comes back with
-    twice the ranks (which divide the lanes: the order of sequences stays), is killed there, and comes back with three
-    ranks (which do not divide the lanes: the rest is dealt anew) to the end.
+    The first half has three kills and no change of topology. In the second all processes are killed, agents too; the
+    job comes back with twice the ranks (which divide the lanes: the order of sequences stays), is killed there, and
+    comes back with three ranks (which do not divide the lanes: the rest is dealt anew) to the end.
     """
     assert 1 <= save_every <= steps // 8, f"{steps} steps, and a save every {save_every}: faults fall between saves"
 
@@ -124,9 +140,9 @@ def scenario_for(steps: int, save_every: int, *, kills: int) -> tuple[Phase, ...
     two = {"world_size": 2, "workers": 1}
     faulted = (
         Phase(**two, fault=Fault(rank=1, step=between_saves(0.11), point="before-update")),
-        Phase(**two, fault=Fault(rank=0, step=at_save(0.26), point="before-commit")),
+        Phase(**two, fault=Fault(rank=0, step=at_save(0.26), point="after-order")),
         Phase(**two, fault=Fault(rank=1, step=between_saves(0.42), point="before-cut")),
-        Phase(**two, fault=Fault(rank=0, step=between_saves(0.58), point="before-update", whole_job=True)),
-        Phase(world_size=4, workers=2, fault=Fault(rank=2, step=at_save(0.78), point="before-part")),
+        Phase(**two, fault=Fault(rank=0, step=at_save(0.58), point="after-order", whole_job=True)),
+        Phase(world_size=4, workers=2, fault=Fault(rank=2, step=between_saves(0.78), point="before-update")),
     )
     return (*faulted[:kills], Phase(world_size=3, workers=0))

@@ -1,10 +1,11 @@
 """This module starts the demo's ranks, kills them, and starts the job again.
 
-Each phase is one ``python -m torch.distributed.run``. While it runs, a loop looks for the file by which a rank says
-that it waits at its fault, sends SIGKILL to the ranks that the fault names, and waits until torchrun has noticed and
-ended. Then the next phase starts, with its own number of ranks and loader workers.
+A ``lakeckpt run`` starts the ranks, and starts them again after each fault that leaves it alive, with as many ranks and
+loader workers. While it runs, a loop looks for the file by which a rank says that it waits at its fault, and sends
+SIGKILL to the processes that the fault names. After the last of its faults, the next launcher starts, with ranks and
+loader workers of its own.
 
-`run_job` starts torchrun and waits for its end. Orphans of a kill are found by a token in their environment, so no
+`run_job` starts launchers and waits for their ends. Orphans of a kill are found by a token in their environment, so no
 other process of the machine is ever signalled.
 """
 
@@ -40,10 +41,11 @@ class DemoFailed(LakeckptError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """A fault that happened, and how many processes were killed."""
+    """A fault that happened, how many processes were killed, and when, in seconds since 1970."""
 
     fault: Fault
     processes: int
+    at_s: float = 0.0
 
 
 def run_job(config: DemoConfig, *, on_start: Callable[[Phase], None]) -> tuple[Death, ...]:
@@ -53,33 +55,26 @@ def run_job(config: DemoConfig, *, on_start: Callable[[Phase], None]) -> tuple[D
     """
     config.records.mkdir(parents=True)
     Path(config.folder, "config.json").write_text(config.to_json())
-    deaths: list[Death] = []
-    for launch, phase in enumerate(config.phases):
-        death = _Launch(config, launch).run(on_start)
-        if death is not None:
-            deaths.append(death)
-        elif phase.fault is not None:
-            raise DemoFailed(f"launch {launch} ended without its fault ({phase.fault.title})")
-    return tuple(deaths)
+    return tuple(death for phases in config.launches for death in _Launch(config, phases).run(on_start))
 
 
 class _Launch:
-    """One torchrun, from its start until all of its processes have ended."""
+    """One launcher, from its start until all of its processes have ended. It starts the ranks of ``phases``."""
 
-    def __init__(self, config: DemoConfig, launch: int) -> None:
-        self.phase, self.launch = config.phases[launch], launch
-        self.armed = armed_path(config.records, launch)
-        self.log = Path(config.folder, f"launch-{launch:02d}.log")
+    def __init__(self, config: DemoConfig, phases: range) -> None:
+        self.config, self.phases = config, phases
+        self.log = Path(config.folder, f"launch-{phases.start:02d}.log")
         self.byte_code = Path(config.folder, "byte-code")
         self.token = secrets.token_hex(16)
         self.command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--local-addr=127.0.0.1", "--monitor-interval=0.05"),
-            f"--nproc-per-node={self.phase.world_size}",
-            *("-m", "lakeckpt.demo.train", str(Path(config.folder, "config.json")), str(launch)),
+            *(sys.executable, "-m", "lakeckpt.cli.main", "run", "--standalone"),
+            *("--local-addr=127.0.0.1", "--monitor-interval=0.05", f"--max-restarts={len(phases) - 1}"),
+            f"--nproc-per-node={config.phases[phases.start].world_size}",
+            *("-m", "lakeckpt.demo.train", str(Path(config.folder, "config.json")), str(phases.start)),
         ]
 
-    def run(self, on_start: Callable[[Phase], None]) -> Death | None:
+    def run(self, on_start: Callable[[Phase], None]) -> list[Death]:
+        """Run the phases. Raises `DemoFailed` if one ends without its fault."""
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 self.command,
@@ -89,36 +84,42 @@ class _Launch:
                 env=_environment(self.token, self.byte_code),
             )
             try:
-                on_start(self.phase)
-                death = self._watch(process)
+                deaths = self._watch(process, on_start)
             finally:
                 self._end(process)
-        if death is None and process.returncode != 0:
+        due = [self.config.phases[number].fault for number in self.phases]
+        if len(deaths) < len(due) and (due[len(deaths)] is not None or process.returncode != 0):
             raise DemoFailed(
-                f"launch {self.launch} ({self.phase.topology}) ended with status {process.returncode} before a fault "
-                f"was due; its log is {self.log}, and says:\n{_complaint(self.log)}"
+                f"launch {self.phases.start + len(deaths)} ({self.config.phases[self.phases.start].topology}) ended "
+                f"with status {process.returncode} before a fault was due; its log is {self.log}, and says:\n"
+                f"{_complaint(self.log)}"
             )
-        return death
+        return deaths
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> Death | None:
-        """Wait until torchrun ends. Kill once, when the fault's rank waits for it."""
-        death: Death | None = None
-        while process.poll() is None:
-            if death is None and self.armed.exists():
-                death = self._kill()
-            time.sleep(_POLL_S)
-        return death
+    def _watch(self, process: subprocess.Popen[bytes], on_start: Callable[[Phase], None]) -> list[Death]:
+        """Wait until the launcher ends. Kill once in each phase, when its fault's rank waits for it."""
+        deaths: list[Death] = []
+        for number in self.phases:
+            on_start(self.config.phases[number])
+            armed = armed_path(self.config.records, number)
+            while process.poll() is None and not armed.exists():
+                time.sleep(_POLL_S)
+            if armed.exists():
+                deaths.append(self._kill(number, armed))
+        process.wait()
+        return deaths
 
-    def _kill(self) -> Death:
-        fault = self.phase.fault
+    def _kill(self, number: int, armed: Path) -> Death:
+        fault = self.config.phases[number].fault
         assert fault is not None
-        victims = {int(self.armed.read_text())} | (set(_carrying(self.token)) if fault.whole_job else set())
+        victims = {int(armed.read_text())} | (set(_carrying(self.token)) if fault.whole_job else set())
+        at_s = time.time()
         for pid in victims:
             _kill(pid)
-        return Death(fault=fault, processes=len(victims))
+        return Death(fault=fault, processes=len(victims), at_s=at_s)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """End torchrun, which ends its ranks, and then all processes that still carry the token."""
+        """End the launcher, which ends its ranks, and then all processes that still carry the token."""
         if process.poll() is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -2,18 +2,20 @@
 
 DDP over gloo, one thread per rank. Documents are packed into sequences, and the sequences of two tables are mixed. A
 table that is through begins its next epoch. An optimizer step takes `Phase.accumulate` micro-batches per rank; the loss
-is summed over tokens and divided by the tokens of the global batch. Two things are not ordinary: `Writer` records the
-tokens that the loop used, and `Trip` lets the fault script kill at a chosen point.
+is summed over tokens and divided by the tokens of the global batch. Every step is captured in memory. Two things are
+not ordinary: `Writer` records the tokens that the loop used, and `Trip` lets the fault script kill at a chosen point.
 
-``lakeckpt demo`` starts it as ``torchrun … -m lakeckpt.demo.train CONFIG LAUNCH``, where CONFIG is a file with a
-`DemoConfig` as JSON, and LAUNCH the number of its phase (from 0).
+``lakeckpt demo`` starts it as ``lakeckpt run … -m lakeckpt.demo.train CONFIG PHASE``, where CONFIG is a file with a
+`DemoConfig` as JSON, and PHASE the number of the launcher's first phase (from 0). Each restart begins the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,10 @@ _SEED = 7
 class _Training:
     """The live objects of one rank."""
 
-    def __init__(self, config: DemoConfig, launch: int) -> None:
-        self.config, self.phase, self.rank = config, config.phases[launch], dist.get_rank()
-        self.trip = Trip(config, launch, self.rank)
-        self.writer = Writer(record_path(config.records, launch, self.rank))
+    def __init__(self, config: DemoConfig, number: int) -> None:
+        self.config, self.phase, self.rank = config, config.phases[number], dist.get_rank()
+        self.trip = Trip(config, number, self.rank)
+        self.writer = Writer(record_path(config.records, number, self.rank))
         self.model: GPT = build(_SEED)
         self.parallel = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=6e-3, betas=(0.9, 0.95))
@@ -54,7 +56,11 @@ class _Training:
             "reader": self.loader,
         }
         with lakeckpt.CheckpointManager(
-            str(self.config.checkpoints), state, persist_every=self.config.save_every
+            str(self.config.checkpoints),
+            state,
+            persist_every=self.config.save_every,
+            capture_every=1,
+            arenas=self.config.arenas,
         ) as manager:
             fresh = self.loader.state_dict() if self.config.drop_reader_state else None
             done = manager.restore()
@@ -65,9 +71,8 @@ class _Training:
             for step in range(done + 1, self.config.steps + 1):
                 group = list(itertools.islice(batches, self.phase.accumulate))
                 self.step(step, group)
-                self.trip.save_begins(step)
                 manager.step(group[-1])
-                self.trip.save_ends()
+                self.trip.reach("after-order", step)
         self.writer.write("end")
 
     def step(self, step: int, group: list[lakeckpt.Batch]) -> None:
@@ -79,7 +84,7 @@ class _Training:
         self.optimizer.zero_grad()
         weights = digest(self.model) if self.rank == 0 else ""
         used = [one for batch in group for one in _sequences(batch)]
-        self.writer.write("step", step=step, used=used, loss_sum=loss, digest=weights)
+        self.writer.write("step", step=step, used=used, loss_sum=loss, digest=weights, at_s=time.time())
         self.trip.reach("before-cut", step)
 
     def gradients(self, group: list[lakeckpt.Batch]) -> float:
@@ -114,11 +119,12 @@ def _sequences(batch: lakeckpt.Batch) -> list[Packed]:
 
 
 def main(argv: list[str]) -> None:
-    """Run one rank; ``argv`` is the path of the config and the number of the launch."""
+    """Run one rank; ``argv`` is the path of the config and the number of the launcher's first phase."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     dist.init_process_group("gloo")
-    _Training(DemoConfig.from_json(Path(argv[0]).read_text()), int(argv[1])).run()
+    number = int(argv[1]) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    _Training(DemoConfig.from_json(Path(argv[0]).read_text()), number).run()
     dist.destroy_process_group()
 
 

@@ -67,6 +67,7 @@ def judge(
     counts = count_tokens(rough, lake)
     checks = (
         _all_happened(faulted),
+        _at_most_one_again(faulted),
         _once("By the loop's records, every token counts exactly once per epoch of its source", counts, rough_problem),
         _agrees(report, counts),
         _bitwise(calm, unchanged),
@@ -94,6 +95,18 @@ def _all_happened(faulted: RecordedJob) -> Check:
         holds=happened == planned and ended,
         seen=f"{len(happened)} of {len(planned)} faults, {killed} processes killed; training "
         f"{'came' if ended else 'did not come'} to its end",
+    )
+
+
+def _at_most_one_again(faulted: RecordedJob) -> Check:
+    pairs = list(itertools.pairwise(faulted.launches))
+    again = [max(one.steps, default=one.restored) - other.restored for one, other in pairs]
+    back = [one.began_s - death.at_s for one, death in zip(faulted.launches[1:], faulted.deaths, strict=False)]
+    return Check(
+        claim="Each time, the job went on from memory, and did at most one finished step again",
+        holds=len(again) == len(faulted.deaths) and all(0 <= steps <= 1 for steps in again),
+        seen=f"steps done again: {', '.join(map(str, again)) or 'none'}; from the kill to the end of the next step: "
+        f"{', '.join(f'{seconds:.1f}' for seconds in back) or 'no'} s",
     )
 
 

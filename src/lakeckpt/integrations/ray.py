@@ -12,7 +12,7 @@ module starts no threads.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from os import PathLike, fspath
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -81,16 +81,10 @@ class CheckpointManager(manager.CheckpointManager):
         self._reported: tuple[str, int] | None = None
         super().__init__(self._uri, state, **options)
 
-    def restore(
-        self,
-        step: int | None = None,
-        *,
-        exclude_steps: tuple[int, int] | None = None,
-        allow_missing: Collection[str] = (),
-    ) -> int:
+    def restore(self, step: int | None = None, **options: Any) -> int:
         """Restore as `lakeckpt.CheckpointManager.restore` does. Ray's own newest checkpoint is not asked: a commit that
         Ray does not know yet is restored, too."""
-        done = super().restore(step, exclude_steps=exclude_steps, allow_missing=allow_missing)
+        done = super().restore(step, **options)
         known = ray.train.get_checkpoint()
         self._reported = None if known is None else _named_by(known)
         return done

@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -51,13 +51,15 @@ from lakeckpt.recovery.facts import CutId, Holding, NodeFacts
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.tally import Tally
 
-__all__ = ["RestoreReport", "Restorer"]
+__all__ = ["RestoreReport", "Restorer", "RunCopying"]
 
 _LOG = logging.getLogger("lakeckpt")
 _MOST_LOOKS = 10
 """So often a choice is compared before the claim. A live job that removes each one before its records are read is rare:
 the run is claimed all the same, and what that job committed last is compared then."""
 _MOST_ROUNDS = 100
+_MOST_COPYING = 16
+"""So many ranks write the files of a copy: each of them reads all records of the checkpoint."""
 _ADVICE = "Build the same objects as when it was saved, or start a run at another place"
 _MIXED = "the modules and optimizers hold a mixture of states now: build them anew before they are used"
 _UNSEEN = (
@@ -96,10 +98,23 @@ class RestoreReport:
     """reader → why the rest of its epoch was skipped: its table version is gone (``on_version_gone="next_epoch"``)."""
 
 
+class RunCopying(Protocol):
+    """A copy of another run, as `lakeckpt.checkpoint.interop.run_copy` makes it at this run's place."""
+
+    def copy_files(self, *, rank: int, world_size: int) -> None:
+        """Write and verify the files that fall to ``rank``."""
+        ...
+
+    def commit(self) -> object:
+        """Make a run of the files."""
+        ...
+
+
 class Restorer:
     """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, which all
     ranks give or none, if it holds something newer than what was committed. Objects named in ``allow_missing`` keep the
-    state that they have, where what is restored does not hold them. ``step``, ``exclude_steps``: see `Chooser`."""
+    state that they have, where what is restored does not hold them. ``step``, ``exclude_steps``: see `Chooser`.
+    ``copies`` makes a copy of another run, with which this one begins if there is none in its place yet."""
 
     def __init__(
         self,
@@ -111,9 +126,11 @@ class Restorer:
         exclude_steps: tuple[int, int] | None = None,
         arenas: ArenaFolder | None = None,
         allow_missing: Collection[str] = (),
+        copies: Callable[[], RunCopying] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._storage = storage
+        self._copies = copies
         self._exchange = exchange
         rank, world_size = exchange.rank, exchange.world_size
         self._chooser = Chooser(
@@ -149,8 +166,12 @@ class Restorer:
         for look in range(_MOST_ROUNDS):
             choice = self._all.ask_rank_0(self._chooser.choose)
             which = self._which(choice)
-            if begun is None and choice["empty"] and presence is not None and presence.await_run():
-                continue
+            if begun is None and choice["empty"]:
+                if presence is not None and presence.await_run():
+                    continue
+                if self._copies is not None:
+                    self._copy(self._copies)
+                    continue
             try:
                 chosen = self._compare(choice["run"], which)
                 if begun is not None:
@@ -174,6 +195,19 @@ class Restorer:
         if presence is not None:
             presence.begin(begun, step)
         return begun
+
+    def _copy(self, copies: Callable[[], RunCopying]) -> None:
+        """Begin with a copy of another run, whose files some ranks write."""
+        made: list[RunCopying] = []
+        rank, several = self._exchange.rank, min(self._exchange.world_size, _MOST_COPYING)
+
+        def write() -> None:
+            if rank < several:
+                made.append(copies())
+                made[0].copy_files(rank=rank, world_size=several)
+
+        self._all.do(write)
+        self._all.ask_rank_0(lambda: {"copied": str(made[0].commit())})
 
     # --- choosing
 

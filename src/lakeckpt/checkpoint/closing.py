@@ -1,0 +1,112 @@
+"""This module ends what a `CheckpointManager` has begun: at the end of its ``with``, after an exception, by ``close``.
+
+At a good end, the last cut is saved, and all saves are waited for. After an exception nothing is saved. The other ranks
+hear which of the two it was, so that none of them waits for this one. `Closing` is the part of the manager that does
+so; it starts no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from lakeckpt.checkpoint.async_save import Background
+from lakeckpt.checkpoint.consumed.watch import Watch
+from lakeckpt.checkpoint.preemption.preemption import Preempted, Preemption
+from lakeckpt.checkpoint.report import Reporter
+from lakeckpt.checkpoint.restore.presence import Presence
+from lakeckpt.checkpoint.sync_save import Saver
+from lakeckpt.errors import ConfigError
+from lakeckpt.tracking.exchange import Exchange
+
+__all__ = ["Closing"]
+
+
+class Closing:
+    """A manager that ends with its ``with``, or by `close`."""
+
+    _closed: bool
+    _exchange: Exchange
+    _preemption: Preemption
+    _presence: Presence
+    _reporter: Reporter
+    _saves: Saver | Background | None
+    _step: int
+    _uncount: Callable[[], object]
+    _watch: Watch
+
+    def save(self) -> object:
+        """Save the last cut."""
+        raise NotImplementedError
+
+    def wait(self) -> object:
+        """Return when everything that was saved is committed."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close what the manager has opened; save nothing. It may be called again. An agent ends what it has begun."""
+        self._close(well=True)
+
+    def _close(self, *, well: bool) -> None:
+        if not self._closed:
+            self._closed = True
+            self._uncount()
+            try:
+                if well:
+                    self._watch.check_stepped()
+                if self._saves is not None:
+                    self._saves.close(well=well)
+                if well:  # no rank that is behind waits for this one
+                    first = self._saves.attempt.saves if self._saves else 0
+                    self._exchange.obstacles.leave(self._step, first=first)
+            finally:
+                self._presence.close()
+                self._exchange.close()
+                self._preemption.close(well=well)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Save the last cut if the body ended well and it is not saved yet. After an exception, save nothing; if
+        cuts are captured, the newest that is complete on all ranks is persisted, as when processes die. A save that
+        fails here is such an exception."""
+        failure = None if isinstance(error, Preempted) else error
+        try:
+            if kind is None and not self._closed and self._saves is not None:
+                with self._preemption.busy(last=True):
+                    self._save_last()
+                self._preemption.leave()
+                self._presence.done()
+        except BaseException as own:
+            failure = None if isinstance(own, Preempted) else own
+            raise
+        finally:
+            if failure is not None and not self._closed:
+                if self._saves is None:
+                    self._exchange.obstacles.stop(failure)  # no rank waits for this one until its time is over
+                else:
+                    self._saves.stop(failure, at_exit=error is None)
+            self._close(well=failure is None)
+
+    def _save_last(self) -> None:
+        """Save the last cut if it is not saved, on all ranks or on none, and wait for all saves."""
+        if self._ready().is_saving(self._step):
+            with self._reporter.warning_of(self._step):
+                self.wait()
+        if self._reporter.saved_step != self._step:
+            self.save()
+        self.wait()
+
+    def _ready(self) -> Saver | Background:
+        self._refuse_closed()
+        if self._saves is None:
+            raise ConfigError("call restore() before the first step: it begins the attempt (at 0 on a fresh start)")
+        return self._saves
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ConfigError("this manager is closed: make another one")
