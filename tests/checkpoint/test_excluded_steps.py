@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,17 @@ import pyarrow as pa
 import pytest
 
 from lakeckpt import LakeLoader, Ragged, mix, open_table, pack
+from lakeckpt.checkpoint.consumed.exclusions import crashed, of_micro_batch, withdrawn, without_exclusions
+from lakeckpt.checkpoint.consumed.steps_used import exclusions_of_steps
+from lakeckpt.checkpoint.format.manifest import Exclusion
 from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.checkpoint.restore.choosing import Chooser
 from lakeckpt.checkpoint.rollback import roll_back
+from lakeckpt.cli.main import main
+from lakeckpt.core.state import State
 from lakeckpt.errors import CheckpointMismatch, CheckpointNotFound, ConfigError
+from lakeckpt.testing import assert_exactly_once
 from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.data.reading import dataset_of
 from tests.reading.cases import write_file
@@ -176,9 +185,7 @@ def test_a_stream_goes_on_without_the_batches_of_steps_in_an_epoch_that_has_not_
     assert_full(job)
 
 
-def test_steps_of_several_batches_are_excluded_with_all_of_them_and_the_command_says_what(
-    lake: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_steps_of_several_batches_are_excluded_with_all_of_them(lake: Path) -> None:
     job = Job(lake, "rows")
     job.attempt(9, ranks=2, accumulate=2, every=4)
     excluded = job.keys(5, 7)
@@ -188,6 +195,43 @@ def test_steps_of_several_batches_are_excluded_with_all_of_them_and_the_command_
         assert job.attempt(2, ranks=1, accumulate=2, every=99) == 4
     assert job.attempt(ranks=2, accumulate=2, every=4) == 4
     assert Counter(job.keys()) == Counter(range(ROWS)) - Counter(excluded)
+
+
+def test_the_commands_say_what_was_excluded_and_which_steps_had_used_it(
+    lake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    run = str(tmp_path / "run")
+    for steps in (6, 3):
+        loader = LakeLoader(read(lake, "rows", 0, 1))
+        with manager(run, {"reader": loader}, persist_every=2) as saver:
+            done = saver.restore()
+            for batch in loader:
+                saver.step(batch)
+                if saver.steps_done == done + steps:
+                    break
+        if steps == 6:
+            assert main(["rollback", run, "--step", "2", "--exclude-steps", "4:6"]) == 0
+            said = capsys.readouterr().out
+            assert "goes on from step 2" in said
+            assert "excluded: 8 rows of 'reader', of the steps 4 to 5 of attempt 0" in said
+    assert saver.restore_report is not None and saver.restore_report.excluded == (
+        "8 rows of 'reader', of the steps 4 to 5 of attempt 0: order",
+    )
+    assert main(["audit", run]) == 0
+    said = capsys.readouterr().out
+    assert "PROVED EXCEPT 8 rows" in said and "8 excluded (order)" in said
+    assert "in epoch 0, before step 3; the steps 4 to 5 of an abandoned history had used them" in said
+    assert main(["explain", run, "--step", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "left the deal before this step (order): 8 rows, which the steps 4 to 5 had used" in said
+    assert main(["explain", run, "--step", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["readers"][0]["left_out"] == []
+    assert main(["inspect", run]) == 0
+    assert "rolled back to step 2 (slot 1), without the batches of the steps 4 to 5," in capsys.readouterr().out
+    assert main(["explore", run, "--output", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert '"left_out":[{"reason":"order","rows":8,"steps":[4,6]}]' in page.replace(" ", "")
 
 
 def test_an_order_that_cannot_be_carried_out_is_refused_with_the_reason(lake: Path) -> None:
@@ -215,3 +259,82 @@ def test_a_roll_back_begins_anew_with_what_it_names(lake: Path) -> None:
     assert audit(job.storage).verdict == "except"
     job.attempt(ranks=1, restore={"step": 3})
     assert Counter(job.keys()) == Counter(range(ROWS)) and audit(job.storage).verdict == "proved"
+
+
+def verdict_of(job: Job, patch: pytest.MonkeyPatch, verdict: tuple[Exclusion, ...]) -> None:
+    """Let the next restores take ``verdict`` for what is to leave the deal, as rank 0 does after crashes."""
+
+    class Judge(Chooser):
+        def choose(self) -> dict[str, str]:
+            self.exclusions = verdict
+            return super().choose()
+
+    patch.setattr("lakeckpt.checkpoint.restore.restorer.Chooser", Judge)
+
+
+@pytest.mark.parametrize("kind", ["rows", "mixture row"])
+def test_a_micro_batch_that_ends_the_job_again_and_again_leaves_the_deal_until_that_is_withdrawn(
+    lake: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(lake, kind)
+    job.attempt(6, ranks=2)
+    job.attempt(3, ranks=2, every=99)  # nothing is saved
+    poison = job.keys(8, 9)[4:]  # those of rank 1
+    state = State.from_plain(read_history(job.storage).chain[-1].readers["reader"].state)
+    found = of_micro_batch("reader", state, epoch=0, loader_step=7, rank=1, attempt=7, step=8)
+    assert {one.reason for one in found} == {"crash"} and crashed(found) == 1
+    with monkeypatch.context() as patch:
+        verdict_of(job, patch, found)
+        assert job.attempt(2, ranks=2, every=99) == 6
+    assert read_history(job.storage).restores[-1].exclusions == found
+    assert job.attempt(2, ranks=1, every=99) == 6, "it is in the log, and acts again on the same checkpoint"
+    taken_back = withdrawn(found, "the job died at step 8 without these rows, too: it was code")
+    assert crashed(taken_back) == 0
+    assert not set(poison) & set(job.keys())
+    with monkeypatch.context() as patch:
+        verdict_of(job, patch, taken_back)
+        with_them = Job(lake, kind)
+        with_them.storage.objects, with_them.used = dict(job.storage.objects), dict(job.used)
+        assert with_them.attempt(ranks=2) == 6
+    assert set(poison) <= set(with_them.keys()) and audit(with_them.storage).verdict == "proved"
+    job.attempt(ranks=2)
+    assert not set(poison) & set(job.keys())
+    report = audit(job.storage)
+    assert report.headline == "PROVED EXCEPT 4 rows" and "(crash)" in report.words
+    if kind == "rows":
+        assert Counter(job.keys()) == Counter(range(ROWS)) - Counter(poison)
+
+
+def test_a_micro_batch_of_another_epoch_than_the_cut_is_refused(lake: Path) -> None:
+    job = Job(lake, "rows")
+    job.attempt(3, ranks=2)
+    state = State.from_plain(read_history(job.storage).chain[-1].readers["reader"].state)
+    with pytest.raises(ConfigError, match="cut in their own epoch"):
+        of_micro_batch("reader", state, epoch=1, loader_step=0, rank=1, attempt=0, step=40)
+    with pytest.raises(ConfigError, match="no step 99"):
+        of_micro_batch("reader", state, epoch=0, loader_step=99, rank=1, attempt=0, step=40)
+
+
+def test_the_law_holds_from_a_state_without_the_excluded_rows(lake: Path) -> None:
+    job = Job(lake, "rows", num_lanes=4)
+    job.attempt(9, ranks=2)
+    used, excluded = job.keys(1, 4), job.keys(6, 8)
+    chain = read_history(job.storage).chain
+    exclusions = exclusions_of_steps(chain, chain[0], (6, 8))
+    state, _ = without_exclusions("reader", State.from_plain(chain[0].readers["reader"].state), exclusions, step=3)
+    plain = state.to_plain()
+    assert len(json.dumps(plain)) < len(json.dumps(chain[0].readers["reader"].state)) + 600
+
+    def make_loader(rank: int, world_size: int, num_workers: int) -> LakeLoader:
+        loader = LakeLoader(read(lake, "rows", rank, world_size, num_lanes=4), num_workers=num_workers)
+        loader.load_state_dict(plain)
+        return loader
+
+    assert_exactly_once(
+        make_loader,
+        topologies=[(1, 0), (2, 0), (4, 0)],
+        offsets=4,
+        chains=0,
+        key="id",
+        expected=set(range(ROWS)) - {*used, *excluded},
+    )

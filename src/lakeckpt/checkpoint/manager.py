@@ -27,6 +27,7 @@ from lakeckpt.checkpoint.arguments import (
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.bubbles.watch import Bubbles
 from lakeckpt.checkpoint.closing import Closing
+from lakeckpt.checkpoint.consumed.accumulation import accumulation_of
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
@@ -298,6 +299,16 @@ class CheckpointManager(Closing):
         if self._preemption.stops_at(self._step):
             self._save_last()
             self._preemption.leave()
+
+    def accumulation(self, *, global_batch: int, reader: str | None = None, exact: bool = False) -> int:
+        """Return how many micro-batches each rank accumulates for one optimizer step, so that a step has
+        ``global_batch`` rows (packed: sequences) on all ranks, whatever their number is now.
+
+        If that does not come out even, the number is rounded up, with a `RestartWarning`; with ``exact=True`` it is a
+        `ConfigError`. ``reader`` names the loader in the state, if there are several. Call it on every rank, before or
+        after `restore`.
+        """
+        return accumulation_of(self._objects, global_batch, reader=reader, exact=exact)
 
     def skip(self, batch: Any) -> None:
         """Record that this rank took ``batch`` (as `step` takes it) and trains nothing on it; call it before the next

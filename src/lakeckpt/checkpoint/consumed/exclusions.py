@@ -33,6 +33,7 @@ __all__ = [
     "exclusions_to_text",
     "left_of",
     "of_micro_batch",
+    "said_of_every",
     "said_of_exclusion",
     "withdrawn",
     "without_exclusions",
@@ -195,6 +196,14 @@ def said_of_exclusion(one: Exclusion) -> str:
     name = one.reader if one.source is None else f"{one.reader}.{one.source}"
     what = "of" if one.micro_batch is None else f"of micro-batch {one.micro_batch:,} in"
     return f"{one.positions.size:,} rows of {name!r}, {what} {steps} of attempt {one.attempt}"
+
+
+def said_of_every(exclusions: Iterable[Exclusion]) -> tuple[str, ...]:
+    """Return what is excluded and why, or why it is not any more, for people."""
+    return tuple(
+        f"{said_of_exclusion(one)}: {one.reason}{f', withdrawn: {one.withdrawn}' if one.withdrawn else ''}"
+        for one in exclusions
+    )
 
 
 def exclusions_to_text(exclusions: Sequence[Exclusion]) -> str:

@@ -135,6 +135,7 @@ class _Account:
             rows=piece.positions.size,
             step=one.step,
             rank=one.rank,
+            steps=one.steps,
         )
         if order is None or order.unit > 1:
             return [whole]

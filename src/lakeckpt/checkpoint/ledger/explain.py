@@ -10,7 +10,7 @@ named (`lakeckpt.checkpoint.ledger.document_finder`). It never imports torch, an
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +82,8 @@ class ReaderStep:
     epochs: tuple[int, ...]
     ranks: tuple[RankRows, ...]
     order: RowOrder = field(repr=False, compare=False)
+    left_out: tuple[Excluded, ...] = ()
+    """What left the deal before the step: no rank got it."""
 
     @property
     def rows(self) -> int:
@@ -98,6 +100,10 @@ class ReaderStep:
             "world_size": self.world_size,
             "epochs": list(self.epochs),
             "rows": self.rows,
+            "left_out": [
+                {"reason": one.reason, "rows": _size(one), "steps": None if one.steps is None else list(one.steps)}
+                for one in self.left_out
+            ],
             "ranks": [
                 {
                     "rank": rank.rank,
@@ -241,7 +247,9 @@ class _Explainer:
         if not by_order:
             by_order[order_name(self._identity)] = self._identity, []
         every = [self._step(step, ranks, identity, stretches) for identity, stretches in by_order.values()]
-        return [one for one in every if one.epochs] or every[-1:]
+        found = [one for one in every if one.epochs] or every[-1:]
+        left_out = tuple(one for one in self._record.excluded if one.step == step and one.reason != "trainer")
+        return [replace(found[0], left_out=left_out), *found[1:]]
 
     def _order_of(self, identity: Identity) -> RowOrder:
         order = self._orders.get(order_name(identity))
@@ -341,6 +349,10 @@ def _rows(span: Span, key: LayoutKey, plan: Plan, order: RowOrder) -> npt.NDArra
     if order.unit > 1:
         return np.arange(span.start, span.stop)
     return order.locate(plan.state.identity.spec, key, _interval(span))
+
+
+def _size(excluded: Excluded) -> int:
+    return sum(one.size for one in excluded.positions.values())
 
 
 def _common(excluded: Excluded, span: Span) -> Intervals:

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import torch
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.consumed.exclusions import exclusions_from_text
+from lakeckpt.checkpoint.consumed.exclusions import exclusions_from_text, said_of_every
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
@@ -94,6 +94,8 @@ class RestoreReport:
     size, rank r takes the units of the old rank r, and a new rank takes those of the old rank r mod W."""
     passed_over: tuple[str, ...] = ()
     """The cuts in memory that are newer than what was restored, and why each was passed over."""
+    excluded: tuple[str, ...] = ()
+    """The rows that have left the deal of what was restored, and why: by an order, or after crashes."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """reader → why the rest of its epoch was skipped: its table version is gone (``on_version_gone="next_epoch"``)."""
 
@@ -333,6 +335,7 @@ class Restorer:
             damaged=tuple(self._chooser.damaged.values()),
             per_rank=() if chosen is None else chosen.loaded.per_rank,
             passed_over=self._newer_than(chosen),
+            excluded=said_of_every(exclusions_from_text(choice["exclusions"])),
             skipped=skipped,
         )
         return 0 if chosen is None else chosen.step, attempt, report
