@@ -328,7 +328,8 @@ class DamageWarning(UserWarning):
 
 
 class RestartWarning(UserWarning):
-    """Something that the script gives differs from the attempt before, and the run goes on without it."""
+    """Something that the script gives differs from the attempt before, and the run goes on without it; or the ranks
+    cannot make the global batch that the script asks for."""
 
 
 class BackupWarning(UserWarning):

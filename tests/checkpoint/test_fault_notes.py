@@ -52,7 +52,7 @@ def noted(path: str, cause: Cause = "signal", at_s: float = 5.0) -> FaultNote:
 def test_a_note_names_the_micro_batch_that_was_worked_on_or_waited_for(tmp_path: Path, phase: str) -> None:
     note = noted(page_of(tmp_path / "arenas", rank=1, phase=phase))
     assert (note.rank, note.world, note.attempt, note.begun, note.step, note.phase) == (1, 2, 3, 10, 11, phase)
-    assert note.batch == BatchAt(reader="train", epoch=2, step=6, rank=1)
+    assert note.batch == BatchAt(reader="train", epoch=2, step=6, rank=1, world=2)
     assert (note.batches, note.rows) == ((1, 4) if phase == "compute" else (0, 4))
 
 

@@ -8,7 +8,7 @@ from lakeckpt.recovery.faults import BatchAt, FaultNote
 
 
 def batch_at(step: int, rank: int = 0) -> BatchAt:
-    return BatchAt(reader="reader", epoch=0, step=step, rank=rank)
+    return BatchAt(reader="reader", epoch=0, step=step, rank=rank, world=2)
 
 
 def died(step: int = 8, what: str = "ValueError", **fields: Any) -> FaultNote:

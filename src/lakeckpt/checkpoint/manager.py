@@ -22,11 +22,13 @@ from lakeckpt.checkpoint.arguments import (
     checked_backups,
     checked_names,
     checked_state,
+    checked_steps,
     shared_settings,
 )
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.bubbles.watch import Bubbles
 from lakeckpt.checkpoint.closing import Closing
+from lakeckpt.checkpoint.consumed.accumulation import accumulation_of
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
@@ -183,6 +185,7 @@ class CheckpointManager(Closing):
         self,
         step: int | None = None,
         *,
+        exclude_steps: tuple[int, int] | None = None,
         allow_missing: Collection[str] = (),
         source: str | PathLike[str] | Storage | None = None,
         source_options: Mapping[str, Any] | None = None,
@@ -194,8 +197,9 @@ class CheckpointManager(Closing):
 
         ``step`` rolls the run back to its newest checkpoint of that step: later work is abandoned. This is an order
         given once. A script that is started again with the same ``step`` goes on from the newest checkpoint if the
-        history descends from this roll-back already. To go back to the same step again: ``lakeckpt rollback``. Rank 0's
-        ``step`` counts.
+        history descends from this roll-back already. To go back to the same step again: ``lakeckpt rollback``. With
+        ``exclude_steps=(A, B)``, half-open, ``step`` < A < B, training goes on without the batches that these steps had
+        used, after a loss spike: they leave the deal, on record (docs/how-to/go-back.md). Rank 0's arguments count.
 
         ``source``: the place of another run, such as what ``lakeckpt copy`` has made. If this run's place is empty, the
         newest checkpoint of that run and its history are copied here first, and verified; else it is not looked at.
@@ -209,14 +213,16 @@ class CheckpointManager(Closing):
         `CheckpointMismatch` listing all differences, and `StateError` if a reader refuses its state. In these cases
         nothing is changed on any rank and nothing is written, so that a job that is alive goes on. `CheckpointDamaged`
         if there are checkpoints and none is whole; `CheckpointNotFound` naming the steps that can be restored, if
-        ``step`` is none of them; `StorageError` naming the cut if the run is away (docs/how-to/one-job.md) and does not
-        come back within ``timeout_s``; `RunInUse` with ``exclusive=True``. Tensors are read in place. If an object
-        fails to load its state after that, they hold a mixture of states, and the error says so.
+        ``step`` is none of them, and if the history has not all of ``exclude_steps``; `StorageError` naming the cut if
+        the run is away (docs/how-to/one-job.md) and does not come back within ``timeout_s``; `RunInUse` with
+        ``exclusive=True``. Tensors are read in place. If an object fails to load its state after that, they hold a
+        mixture of states, and the error says so.
         """
         self._refuse_closed()
         if self._saves is not None:
             raise ConfigError("this manager has restored already: make another one to restore again")
         missing = checked_names(allow_missing, self._objects, step)
+        steps = checked_steps(step, exclude_steps)
         check_shared(self._exchange, self._shared)
         arenas = None if self._place is None else self._place.arenas
         done, attempt, self._report = Restorer(
@@ -224,6 +230,7 @@ class CheckpointManager(Closing):
             self._exchange,
             self._objects,
             step=step,
+            exclude_steps=steps,
             arenas=arenas,
             allow_missing=missing,
             aftermath=self._aftermath,
@@ -305,6 +312,16 @@ class CheckpointManager(Closing):
             self._save_last()
             self._preemption.leave()
         self._aftermath.phase("between")
+
+    def accumulation(self, *, global_batch: int, reader: str | None = None, exact: bool = False) -> int:
+        """Return how many micro-batches each rank accumulates for one optimizer step, so that a step has
+        ``global_batch`` rows (packed: sequences) on all ranks, whatever their number is now.
+
+        If that does not come out even, the number is rounded up, with a `RestartWarning`; with ``exact=True`` it is a
+        `ConfigError`. ``reader`` names the loader in the state, if there are several. Call it on every rank, before or
+        after `restore`.
+        """
+        return accumulation_of(self._objects, global_batch, reader=reader, exact=exact)
 
     def skip(self, batch: Any) -> None:
         """Record that this rank took ``batch`` (as `step` takes it) and trains nothing on it; call it before the next

@@ -64,12 +64,13 @@ _INTERRUPTS = frozenset(("KeyboardInterrupt", "SystemExit", "Preempted"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAt:
-    """The micro-batch that is dealt to a data-parallel ``rank`` in ``step`` of a reader, in an epoch."""
+    """The micro-batch that is dealt to a data-parallel ``rank`` of ``world`` in ``step`` of a reader, in an epoch."""
 
     reader: str
     epoch: Count
     step: Count
     rank: Count
+    world: Positive
 
     def __str__(self) -> str:
         return f"the micro-batch of rank {self.rank} in step {self.step} of reader {self.reader!r}, epoch {self.epoch}"

@@ -33,7 +33,7 @@ _COMPUTE, _SAVE = _NUMBERS["compute"], _NUMBERS["save"]
 
 _PID, _STARTED, _RANK, _WORLD, _LOCAL_RANK, _BEATS, _PHASE = 1, 2, 3, 4, 5, 6, 7
 _SINCE, _STEP, _BATCHES = 8, 9, 11
-_READER, _EPOCH, _NEXT, _USED, _BEGUN, _ROWS, _ROWS_USED, _FIRST, _LAST, _STALLED, _KILLED, _DEALT = range(224, 236)
+_READER, _EPOCH, _NEXT, _USED, _BEGUN, _ROWS, _ROWS_USED, _FIRST, _LAST, _STALLED, _KILLED, _DEALT, _OF = range(224, 237)
 _TEXT = 256 * 8
 _LOCAL = "LOCAL_RANK"
 
@@ -47,6 +47,8 @@ class _Delivered(Protocol):
     def step(self) -> int: ...
     @property
     def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
     @property
     def rows(self) -> int: ...
 
@@ -78,6 +80,8 @@ class Page:
     """The step of the reader, in this epoch, that follows the last delivery."""
     dealt: int
     """The data-parallel rank to which its micro-batches are dealt."""
+    of_ranks: int
+    """How many data-parallel ranks there are."""
     rows: int
     """Rows of the micro-batches that finished steps have used."""
     first_step_s: float
@@ -118,7 +122,7 @@ class Beat:
         self._pid = os.getpid()
         words = self._words
         words[_PID], words[_STARTED] = self._pid, process_start(self._pid) or 0
-        words[_DEALT] = rank
+        words[_DEALT], words[_OF] = rank, world
         words[_RANK], words[_WORLD], words[_LOCAL_RANK] = rank, world, int(os.environ.get(_LOCAL) or 0)
         words[_BEGUN] = words[_STEP] = begun
         words[_KILLED] = killed
@@ -150,7 +154,7 @@ class Beat:
         """The loop got the micro-batch of ``receipt`` from the reader with this number."""
         words = self._words
         words[_READER], words[_EPOCH], words[_NEXT] = number, receipt.epoch, receipt.step + 1
-        words[_DEALT] = receipt.rank
+        words[_DEALT], words[_OF] = receipt.rank, receipt.world_size
         words[_BATCHES] += 1
         words[_ROWS] += receipt.rows
         words[_PHASE], words[_SINCE] = _COMPUTE, time.monotonic_ns()
@@ -227,6 +231,7 @@ def read_page(path: str) -> Page | None:
         epoch=words[_EPOCH],
         next_step=words[_NEXT],
         dealt=words[_DEALT],
+        of_ranks=words[_OF],
         rows=words[_ROWS_USED],
         first_step_s=words[_FIRST] / 1e9,
         last_step_s=words[_LAST] / 1e9,

@@ -49,7 +49,11 @@ def begin_page(folder: ArenaFolder, digest: bytes, attempt: int, rank: int, worl
 def note_of(page: Page, attempt: int, *, cause: Cause, what: str, text: object = "", at_s: float = 0.0) -> FaultNote:
     """Return the note of the death of the rank whose ``page`` this is; ``at_s``: now."""
     step = page.next_step if page.phase == "data" else page.next_step - 1
-    is_at_batch = bool(page.reader) and page.phase in ("data", "compute") and step >= 0
+    batch = None
+    if page.reader and page.phase in ("data", "compute") and step >= 0:
+        batch = BatchAt(
+            reader=page.reader, epoch=page.epoch, step=step, rank=page.dealt, world=max(page.of_ranks, 1)
+        )
     return FaultNote(
         attempt=attempt,
         rank=page.rank,
@@ -62,7 +66,7 @@ def note_of(page: Page, attempt: int, *, cause: Cause, what: str, text: object =
         phase=page.phase,
         step=page.step,
         begun=page.begun,
-        batch=BatchAt(reader=page.reader, epoch=page.epoch, step=step, rank=page.dealt) if is_at_batch else None,
+        batch=batch,
         batches=max(0, page.batches - page.used),
         rows=page.rows,
         step_s=page.step_s,

@@ -18,13 +18,14 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lakeckpt.checkpoint.format.manifest import Begin, Manifest, Restored
+from lakeckpt.checkpoint.consumed.exclusions import exclusions_from_text, exclusions_to_text
+from lakeckpt.checkpoint.format.manifest import Begin, Exclusion, Manifest, Restored
 from lakeckpt.checkpoint.persist.commit import superseded
-from lakeckpt.checkpoint.persist.history import at_work, has_obeyed
+from lakeckpt.checkpoint.persist.history import at_work, exclusions_in, has_obeyed
 from lakeckpt.checkpoint.persist.log import LOG, SlotTaken, put_entry, signed, slot_path
 from lakeckpt.checkpoint.restore.changes import facts_of, recorded, say_changes
 from lakeckpt.checkpoint.restore.from_memory import Offer, where_it_goes_on
-from lakeckpt.checkpoint.restore.run_log import RunLog, before_orders, no_such_step
+from lakeckpt.checkpoint.restore.run_log import RunLog, before_orders, exclusions_of, no_such_step
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, DamageWarning, StorageError
 from lakeckpt.lake.storage.base import Storage, clear_leftovers, expect_folder
 from lakeckpt.recovery.facts import CutId
@@ -41,7 +42,7 @@ _UNFIT = (
 
 class Chooser(RunLog):
     """Chooses for one rank of ``world_size``; only the ``speaker`` warns. ``step``: roll back to that checkpoint, if
-    the history does not descend from such a roll-back yet."""
+    the history does not descend from such a roll-back yet; without the batches of ``exclude_steps`` (A, B)."""
 
     def __init__(
         self,
@@ -50,11 +51,15 @@ class Chooser(RunLog):
         world_size: int,
         speaker: bool,
         step: int | None = None,
+        exclude_steps: tuple[int, int] | None = None,
         objects: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(storage, speaker=speaker, reads_all=step is not None)
-        self._goes_back_to = step
+        self._goes_back_to, self._exclude_steps = step, exclude_steps
+        self._of_steps: tuple[Exclusion, ...] = ()
+        self.exclusions: tuple[Exclusion, ...] | None = None
+        """What leaves the deal, if that is not what the log has: what a verdict adds to that, or withdraws. Rank 0."""
         self._objects = objects or {}
         self._world_size = world_size
         self._clock = clock
@@ -68,8 +73,8 @@ class Chooser(RunLog):
 
     def choose(self) -> dict[str, str]:
         """Return the ``slot`` that is chosen (``none`` on a fresh start), the ``run``, which cuts in memory go on from
-        there (an ``offer``, or nothing), the step of the roll-back that this ``obeys`` (or nothing), and whether the
-        log is ``empty``."""
+        there (an ``offer``, or nothing), the step of the roll-back that this ``obeys`` (or nothing), what leaves the
+        deal (``exclusions``), and whether the log is ``empty``."""
         self.look()
         obeys = self._obeys()
         chosen = self._chosen()
@@ -80,13 +85,22 @@ class Chooser(RunLog):
             "run": self.view.run or uuid.uuid4().hex,
             "offer": "" if offer is None else offer.to_text(),
             "obeys": "" if obeys is None else str(obeys),
+            "exclusions": exclusions_to_text(self._exclusions(None if obeys is None else chosen)),
             "empty": "yes" if self.view.last < 0 else "",
         }
 
     def _obeys(self) -> int | None:
         """Return the step of the roll-back that is carried out; None if there is none, or if it was before."""
         step = self._goes_back_to
-        return None if step is None or has_obeyed(self.view, step) else step
+        return None if step is None or has_obeyed(self.view, step, self._exclude_steps) else step
+
+    def _exclusions(self, goes_back_to: Manifest | None) -> tuple[Exclusion, ...]:
+        """Return what leaves the deal. A roll-back to a checkpoint begins anew with what it names."""
+        if goes_back_to is None:
+            return exclusions_in(self.view) if self.exclusions is None else self.exclusions
+        if self._exclude_steps is not None and not self._of_steps:
+            self._of_steps = exclusions_of(self.view, goes_back_to, self._exclude_steps)
+        return self._of_steps
 
     def _chosen(self) -> Manifest | None:
         step = self._obeys()
@@ -209,6 +223,8 @@ class Chooser(RunLog):
             captured=captured,
             rolled_back_to=int(choice["obeys"]) if choice["obeys"] else None,
             faults=faults,
+            exclude_steps=self._exclude_steps if choice["obeys"] else None,
+            exclusions=exclusions_from_text(choice["exclusions"]),
         )
         try:
             put_entry(self._storage, entry)

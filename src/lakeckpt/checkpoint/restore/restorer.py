@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import torch
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.consumed.exclusions import exclusions_from_text, said_of_every
 from lakeckpt.checkpoint.faults.aftermath import Aftermath
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.persist.attempt import Attempt
@@ -67,10 +68,10 @@ _UNSEEN = (
     "rank {} cannot look at what its node's memory holds, so all ranks restore a checkpoint, perhaps an older one: {}"
 )
 _FACTS, _DECISION = "what a node holds", "decision"
-_Which = tuple[int | None, Decision | None]
-"""The slot of a checkpoint (None: none yet), and what was decided of the cut in memory that goes on from it, if that is
-restored."""
-_NOTHING: _Which = (None, None)
+_Which = tuple[int | None, Decision | None, str]
+"""The slot of a checkpoint (None: none yet), what was decided of the cut in memory that goes on from it, if that is
+restored, and the text of what leaves the deal."""
+_NOTHING: _Which = (None, None, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,8 @@ class RestoreReport:
     size, rank r takes the units of the old rank r, and a new rank takes those of the old rank r mod W."""
     passed_over: tuple[str, ...] = ()
     """The cuts in memory that are newer than what was restored, and why each was passed over."""
+    excluded: tuple[str, ...] = ()
+    """The rows that have left the deal of what was restored, and why: by an order, or after crashes."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """reader → why the rest of its epoch was skipped: its table version is gone (``on_version_gone="next_epoch"``)."""
 
@@ -114,8 +117,8 @@ class RunCopying(Protocol):
 class Restorer:
     """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, which all
     ranks give or none, if it holds something newer than what was committed. Objects named in ``allow_missing`` keep the
-    state that they have, where what is restored does not hold them. ``step``: see `Chooser`. ``copies`` makes a copy of
-    another run, with which this one begins if there is none in its place yet."""
+    state that they have, where what is restored does not hold them. ``step``, ``exclude_steps``: see `Chooser`.
+    ``copies`` makes a copy of another run, with which this one begins if there is none in its place yet."""
 
     def __init__(
         self,
@@ -124,6 +127,7 @@ class Restorer:
         objects: Mapping[str, Any],
         *,
         step: int | None = None,
+        exclude_steps: tuple[int, int] | None = None,
         arenas: ArenaFolder | None = None,
         allow_missing: Collection[str] = (),
         aftermath: Aftermath | None = None,
@@ -135,7 +139,13 @@ class Restorer:
         self._exchange = exchange
         rank, world_size = exchange.rank, exchange.world_size
         self._chooser = Chooser(
-            storage, world_size=world_size, speaker=rank == 0, step=step, objects=objects, clock=clock
+            storage,
+            world_size=world_size,
+            speaker=rank == 0,
+            step=step,
+            exclude_steps=exclude_steps,
+            objects=objects,
+            clock=clock,
         )
         self._memory = None if arenas is None else Remembered(arenas, storage, rank=rank, world_size=world_size)
         self._aftermath = aftermath
@@ -228,8 +238,10 @@ class Restorer:
     def _which(self, choice: Mapping[str, str]) -> _Which:
         """Return rank 0's ``choice``, and what it decides of the cuts that go on from it in the memory of all nodes."""
         slot = None if choice["slot"] == "none" else int(choice["slot"])
+        if slot is None and not choice["offer"]:
+            return _NOTHING
         if not choice["offer"] or self._memory is None:
-            return slot, None
+            return slot, None, choice["exclusions"]
         exchange, facts = self._exchange, dict[str, str]()
         if exchange.rank == exchange.neighbours[0]:
             node = NodeFacts(
@@ -239,7 +251,7 @@ class Restorer:
         decided = exchange.answered(facts, partial(self._decide, Offer.from_text(choice["offer"])))
         decision = Decision.from_text(decided.value(_DECISION))
         self._passed_over |= dict(decision.passed_over)
-        return slot, None if decision.cut is None else decision
+        return slot, None if decision.cut is None else decision, choice["exclusions"]
 
     def _holdings(self, run: str) -> tuple[Holding, ...]:
         """Return what the memory of this node holds of the run; nothing, with a warning, if it cannot be looked at."""
@@ -265,7 +277,7 @@ class Restorer:
     def _pass_over(self, which: _Which, unusable: Unusable) -> None:
         """Report what is damaged, and do not choose it again; do neither if a newer commit has removed it."""
         self._compared = _NOTHING, None
-        slot, decision = which
+        slot, decision, _ = which
         captured = None if decision is None else decision.cut
         if captured is None and self._all.ask_rank_0(self._overtaken)["overtaken"]:
             return
@@ -291,9 +303,11 @@ class Restorer:
         if self._compared[0] != which:
             self._compared = _NOTHING, None
             self._applying.go_back()
-            if which != _NOTHING:
-                read = partial(self._read, run, *which)
-                self._compared = which, self._applying.compare(read, of_memory=which[1] is not None)
+            slot, decision, exclusions = which
+            if slot is not None or decision is not None:
+                read = partial(self._read, run, slot, decision)
+                found = self._applying.compare(read, exclusions_from_text(exclusions), of_memory=decision is not None)
+                self._compared = which, found
         return self._compared[1]
 
     def _read(self, run: str, slot: int | None, decision: Decision | None) -> Candidate:
@@ -346,6 +360,7 @@ class Restorer:
             damaged=tuple(self._chooser.damaged.values()),
             per_rank=() if chosen is None else chosen.loaded.per_rank,
             passed_over=self._newer_than(chosen),
+            excluded=said_of_every(exclusions_from_text(choice["exclusions"])),
             skipped=skipped,
         )
         return 0 if chosen is None else chosen.step, attempt, report

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lakeckpt.checkpoint.consumed.rows import RowOrder
+from lakeckpt.checkpoint.consumed.source_records import readers_in
 from lakeckpt.checkpoint.faults.records import faults_of
 from lakeckpt.checkpoint.ledger.audit import audit_history, read_run
 from lakeckpt.checkpoint.ledger.explain import explain_history
 from lakeckpt.checkpoint.ledger.indexes import orders_of
-from lakeckpt.checkpoint.ledger.source_records import readers_in
 from lakeckpt.checkpoint.ledger.verify import Kept
 from lakeckpt.checkpoint.persist.history import History
 from lakeckpt.cli.inspect import overview_of
