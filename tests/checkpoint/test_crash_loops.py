@@ -16,6 +16,7 @@ import torch
 
 import lakeckpt
 from lakeckpt.checkpoint.faults.records import faults_of
+from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.restore.restorer import RestoreReport
 from lakeckpt.errors import CrashLoop, SaveFailed, StorageError
@@ -32,6 +33,9 @@ class Job:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self._patch = folder, monkeypatch
+        self.options: dict[str, Any] = {}
+        self.used: dict[int, list[int]] = {}
+        """step → the rows that the newest attempt of it used."""
         write_table(folder / "table", rows=ROWS)
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", folder.name)
         self.restarts = 0
@@ -52,12 +56,14 @@ class Job:
                 persist_every=3,
                 keep=9,
                 arenas=self.folder / "arenas",
+                **self.options,
             ) as manager:
                 self.begun.append(manager.restore())
                 self.report = manager.restore_report
                 for batch in loader:
                     dies(manager.steps_done + 1, batch["id"].tolist())
                     manager.step(batch)
+                    self.used[manager.steps_done] = batch["id"].tolist()
         except Exception as error:
             return type(error).__name__
         return ""
@@ -174,3 +180,40 @@ def test_a_fault_is_recorded_with_its_phases_and_what_was_done_again(job: Job) -
     assert set(fault["phases"]) == {"processes", "imports", "group", "decided", "restored", "first step"}
     assert all(seconds >= 0 for seconds in fault["phases"].values())
     assert not [one for one in os.listdir(job.folder / "arenas") if one.endswith((".beat", ".fault"))]
+
+
+def test_a_micro_batch_that_kills_three_times_leaves_the_deal_and_all_other_rows_count_once(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.options = {"on_crash_loop": "exclude"}
+    assert [job.attempt(poison) for _ in range(4)] == ["ValueError"] * 3 + [""]
+    assert job.report is not None and len(job.report.excluded) == 1 and "crash" in job.report.excluded[0]
+    gone = rows_named(job.folder / "table", caplog.text)
+    assert POISON in gone
+    used = [one for _, ids in sorted(job.used.items()) for one in ids]
+    assert sorted(used) == sorted(set(range(ROWS)) - set(gone)), "every other row once"
+    assert all(job.used.values()), "no batch is empty"
+    assert audit(open_storage(job.folder / "run")).headline == f"PROVED EXCEPT {BATCH} rows"
+
+
+def test_a_verdict_that_was_wrong_is_withdrawn_in_words_and_the_rows_are_dealt_again(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.options = {"on_crash_loop": "exclude"}
+    assert [job.attempt(at(11, ValueError)) for _ in range(4)] == ["ValueError"] * 4
+    assert job.attempt(at(11, ValueError)) == "CrashLoop" and "the verdict is withdrawn" in caplog.text
+    assert job.attempt(by_hand=True) == ""
+    assert job.report is not None and "withdrawn: attempt" in job.report.excluded[0]
+    assert sorted(one for ids in job.used.values() for one in ids) == list(range(ROWS))
+
+
+def test_at_most_so_many_micro_batches_are_excluded(job: Job) -> None:
+    job.options = {"on_crash_loop": "exclude", "max_excluded": 1}
+    others = {POISON, 5, 99}
+
+    def dies(step: int, ids: list[int]) -> None:
+        if others.intersection(ids):
+            raise ValueError("one of these is bad")
+
+    ends = [job.attempt(dies) for _ in range(7)]
+    assert ends == ["ValueError"] * 6 + ["CrashLoop"]

@@ -35,6 +35,16 @@ def test_a_micro_batch_that_kills_three_times_by_one_cause_is_named_and_the_job_
     assert "no restart helps" in found.said
 
 
+def test_a_micro_batch_may_be_excluded_and_the_verdict_is_wrong_if_the_next_death_comes_all_the_same() -> None:
+    found = level_of([died()] * 3, may_exclude=True)
+    assert (found.excludes, found.stops, found.poison) == (True, False, batch_at(8)) and "excluded" in found.said
+    wrong = level_of([*[died()] * 3, died(batch=batch_at(9))], may_exclude=True)
+    assert wrong.stops and wrong.was_wrong and not wrong.excludes
+    assert level_of([*[died()] * 3, died(9)], may_exclude=True) == Level(deaths=1)
+    assert not level_of([died()] * 3).was_wrong
+    assert not level_of([died(), OTHER, died()], may_exclude=True).excludes
+
+
 def test_a_row_that_fails_two_times_of_three_is_never_named() -> None:
     for fails in product((True, False), repeat=7):
         deaths, row = [], 8

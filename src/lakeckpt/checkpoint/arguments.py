@@ -18,6 +18,7 @@ __all__ = [
     "check_capturing",
     "check_settings",
     "checked_backups",
+    "checked_crash_loop",
     "checked_names",
     "checked_state",
     "checked_steps",
@@ -77,6 +78,16 @@ def checked_backups(backups: Collection[Backup], capture_every: object) -> tuple
             "`lakeckpt copy RUN DESTINATION` as often as you want"
         )
     return tuple(backups)
+
+
+def checked_crash_loop(on_crash_loop: object, max_excluded: object) -> int:
+    """Return how many micro-batches may be excluded: 0 unless ``on_crash_loop`` is ``"exclude"``. `ConfigError` for
+    anything else."""
+    if on_crash_loop not in ("stop", "exclude"):
+        raise ConfigError(f'on_crash_loop is "stop" or "exclude", got {on_crash_loop!r}')
+    if type(max_excluded) is not int or max_excluded < 1:
+        raise ConfigError(f"max_excluded is a positive number of micro-batches, got {max_excluded!r}")
+    return max_excluded if on_crash_loop == "exclude" else 0
 
 
 def checked_steps(step: int | None, exclude_steps: object) -> tuple[int, int] | None:

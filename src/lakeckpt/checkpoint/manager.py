@@ -20,6 +20,7 @@ from lakeckpt.checkpoint.arguments import (
     check_capturing,
     check_settings,
     checked_backups,
+    checked_crash_loop,
     checked_names,
     checked_state,
     checked_steps,
@@ -94,6 +95,10 @@ class CheckpointManager(Closing):
             that cannot be written, a superseded attempt). A save that is skipped for a newer one is no failure.
         exclusive: `restore` raises `RunInUse` if another job that trains this run is alive, instead of taking the
             run over (docs/how-to/one-job.md). A job that its launcher starts again is never refused.
+        on_crash_loop: what a restart does if one micro-batch has ended the job three times in a row by one cause:
+            ``"stop"``: `restore` raises `CrashLoop`, which names the rows; ``"exclude"``: the micro-batch leaves the
+            deal, on record, and training goes on (docs/how-to/faults.md).
+        max_excluded: so many micro-batches of the run are excluded at most.
 
     Collective over the ranks: construction, `restore`, `save`, leaving the ``with``, and those `step` at which a save
     falls.
@@ -121,6 +126,8 @@ class CheckpointManager(Closing):
         on_save: Callable[[CheckpointInfo], object] | None = None,
         fail_after: float | timedelta = 3600.0,
         exclusive: bool = False,
+        on_crash_loop: Literal["stop", "exclude"] = "stop",
+        max_excluded: int = 3,
     ) -> None:
         self._objects = checked_state(state)
         fail_after_s = check_settings(fail_after, timeout_s)
@@ -135,7 +142,9 @@ class CheckpointManager(Closing):
         given = (self._storage, uri, storage_options or {}, arenas, copies)
         self._place = None if capture_every is None else place_of(*given)
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
-        self._aftermath = Aftermath(self._storage, self._exchange, arenas, captures=self._place is not None)
+        most = checked_crash_loop(on_crash_loop, max_excluded)
+        captures = self._place is not None
+        self._aftermath = Aftermath(self._storage, self._exchange, arenas, captures=captures, max_excluded=most)
         self._bubbles = bubbles
         self._saves: Saver | Background | None = None
         self._settings = Settings(keep=keep if isinstance(keep, Keep) else Keep(last=keep), timeout_s=timeout_s)
@@ -147,6 +156,7 @@ class CheckpointManager(Closing):
             save_on, self._exchange, lambda: reporter.saved_step, grace_s=grace_s, requeue=requeue
         )
         shared = {"keep": self._settings.keep, "fail_after": fail_after_s, "exclusive": exclusive}
+        shared |= {"max_excluded": most}
         self._shared = shared_settings(
             persist_every=str(every), capture_every=capture_every, save_on=self._preemption.names, **shared
         )

@@ -5,7 +5,8 @@ higher levels, which `level_of` returns:
 
     1              the newest cut, as always
     2              the same with processes that are started cold (`lakeckpt run` does it)
-    3, all alike   one micro-batch, one cause: the *poison verdict*, and the job stops
+    3, all alike   one micro-batch, one cause: the *poison verdict*. The job stops; or the micro-batch is excluded, if
+                   that is wanted, and the job stops at the next death: then the rows were not the cause
     3, otherwise   the cut is suspect: the newest checkpoint that is older than it, and nothing from memory
     4              the checkpoint before
     5              stop
@@ -44,10 +45,17 @@ class Level:
     None: the newest cut, as always."""
     poison: BatchAt | None = None
     """The micro-batch that is taken for the cause."""
+    excludes: bool = False
+    """The micro-batch leaves the deal, instead of a stop."""
     stops: bool = False
     """No restart helps."""
     leaves: str = ""
     """The name of the node that leaves the job; empty: none does."""
+
+    @property
+    def was_wrong(self) -> bool:
+        """True if the micro-batch was excluded, and the next death came all the same."""
+        return self.stops and self.poison is not None and self.deaths > _SUSPECT
 
     @property
     def said(self) -> str:
@@ -61,6 +69,8 @@ class Level:
             does = f"the newest checkpoint before step {self.go_back} is restored, and no cut in memory"
         if self.leaves:
             does = f"most of them lie on the node {self.leaves}, which leaves the job"
+        if self.excludes:
+            does = f"{self.poison} is taken for the cause, and excluded"
         if self.stops:
             does = "no restart helps"
         return f"{self.deaths} deaths in a row without progress: {does}" if does else ""
@@ -90,10 +100,13 @@ def own_deaths(deaths: Sequence[FaultNote]) -> list[FaultNote]:
     return found
 
 
-def level_of(deaths: Sequence[FaultNote], *, nodes: int = 1, least_nodes: int | None = None) -> Level:
+def level_of(
+    deaths: Sequence[FaultNote], *, nodes: int = 1, least_nodes: int | None = None, may_exclude: bool = False
+) -> Level:
     """Return what the next attempt does after ``deaths``: the first causes of one life of the launcher, in order.
 
-    ``nodes`` run the job, and ``least_nodes`` are enough for it; None: no node may leave.
+    ``nodes`` run the job, and ``least_nodes`` are enough for it; None: no node may leave. ``may_exclude``: a
+    micro-batch that ends the job three times is excluded.
     """
     last = own_deaths(deaths)
     count = len(last)
@@ -101,6 +114,8 @@ def level_of(deaths: Sequence[FaultNote], *, nodes: int = 1, least_nodes: int | 
     if count < _SUSPECT:
         return Level(deaths=count, leaves=leaves)
     poison = _poison(last[:_SUSPECT])
+    if poison is not None and count == _SUSPECT and may_exclude:
+        return Level(deaths=count, poison=poison, excludes=True)
     if poison is not None or count >= _STOP:
         return Level(deaths=count, poison=poison, stops=True)
     return Level(deaths=count, go_back=last[-1].begun, leaves=leaves)

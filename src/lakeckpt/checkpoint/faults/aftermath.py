@@ -30,11 +30,14 @@ from typing import Any, Literal
 from lakeckpt.checkpoint.agent.generations import digest_of_run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.markers import began_s, launchers
+from lakeckpt.checkpoint.consumed.exclusions import crashed, withdrawn
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack
-from lakeckpt.checkpoint.faults.batch_rows import rows_at, say_rows
+from lakeckpt.checkpoint.faults.batch_rows import positions_at, rows_of, say_rows
 from lakeckpt.checkpoint.faults.causes import cause_of_error
 from lakeckpt.checkpoint.faults.notes import begin_page, leave_note, note_of, notes_in, remove_notes
 from lakeckpt.checkpoint.faults.records import FirstStep, put_first_step, put_note
+from lakeckpt.checkpoint.format.manifest import Exclusion
+from lakeckpt.checkpoint.persist.history import exclusions_in
 from lakeckpt.checkpoint.persist.log import LogView
 from lakeckpt.checkpoint.ranks import LAUNCH, MIN_NODES
 from lakeckpt.core.state import State
@@ -59,13 +62,20 @@ _RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
 class Aftermath:
     """What a rank learns from faults, and notes of them. ``captures``: cuts are captured. One thread calls all methods,
-    but those of the page."""
+    but those of the page. ``max_excluded``: so many micro-batches of the run may be excluded; 0: none."""
 
     def __init__(
-        self, storage: Storage, exchange: Exchange, arenas: str | os.PathLike[str] | None, *, captures: bool
+        self,
+        storage: Storage,
+        exchange: Exchange,
+        arenas: str | os.PathLike[str] | None,
+        *,
+        captures: bool,
+        max_excluded: int = 0,
     ) -> None:
         self._storage, self._exchange = storage, exchange
         self._folder = ArenaFolder(arenas)
+        self._max_excluded = max_excluded
         self._is_used = bool(getattr(storage, "name", "")) and (captures or bool(launchers()))
         self._digest = b""
         self._firsts: list[FaultNote] = []
@@ -103,7 +113,8 @@ class Aftermath:
         answer = self._exchange.answered(facts, lambda tally: self._judge(tally, view()))
         self.restarts, self.reached = int(answer.value(_RESTARTS)), int(answer.value(_REACHED))
         self.level = Level.from_text(answer.value(_LEVEL))
-        if self._exchange.rank == 0 and not self.level.stops and (said := self.level.said):
+        is_said = self.level.stops or self.level.excludes  # by `refuse`, with the rows
+        if self._exchange.rank == 0 and not is_said and (said := self.level.said):
             _LOG.warning("%s: %s. The deaths:%s", describe(self._storage), said, self._table())
 
     def _judge(self, tally: Tally, view: LogView) -> Tally:
@@ -114,28 +125,55 @@ class Aftermath:
         life = _life(view) if restarts else set[int]()
         recorded = [fault.first for entry in view.restores for fault in entry.faults]
         least = os.environ.get(MIN_NODES)
+        excluded = crashed(exclusions_in(view))
         self._deaths = [one for one in (*recorded, *self._firsts) if one.attempt in life]
         level = level_of(
             self._deaths,
             nodes=len(tally.facts[_NODE]),
             least_nodes=int(least) if least else None,
+            may_exclude=excluded < self._max_excluded,
         )
         reached = max(1, self._firsts[-1].step) if self._firsts else 0
         return Tally.of([{_RESTARTS: str(restarts), _LEVEL: level.to_text(), _REACHED: str(reached)}])
 
-    def refuse(self, objects: Mapping[str, Any]) -> None:
+    def kept(self, exclusions: tuple[Exclusion, ...]) -> tuple[Exclusion, ...]:
+        """Return the ``exclusions`` of the log, on rank 0, with those withdrawn after which the job died of its own
+        before it had finished the step: their rows were not the cause."""
+        own = [one for one in self._firsts if one.is_own]
+        if not own:
+            return exclusions
+        last = own[-1]
+        why = f"attempt {last.attempt} died without these rows in the same step, by {last.name}: it was not they"
+
+        def is_wrong(one: Exclusion) -> bool:
+            return one.attempt < last.attempt and last.step + 1 == one.steps[0]
+
+        return tuple(withdrawn([one], why)[0] if is_wrong(one) else one for one in exclusions)
+
+    def refuse(self, objects: Mapping[str, Any]) -> tuple[Exclusion, ...]:
         """Raise `CrashLoop` on all ranks if no restart helps. Collective; the readers among ``objects`` have loaded the
-        state that would be restored. Raise `NodeLeaves` if this node leaves the job."""
+        state that would be restored. Raise `NodeLeaves` if this node leaves the job.
+
+        Returns on rank 0 what leaves the deal, if the level says so."""
         if self.level.leaves:
             if self.level.leaves == socket.gethostname():
                 raise NodeLeaves(f"this node, {self.level.leaves}, leaves the job: {self.level.said}")
             raise TrackingError(f"the node {self.level.leaves} leaves the job: {self.level.said}. The others go on")
-        if not self.level.stops:
-            return
+        if not (self.level.stops or self.level.excludes):
+            return ()
+        found: list[Exclusion] = []
 
         def stop() -> dict[str, str]:
-            rows = [] if self.level.poison is None else rows_at(objects, self.level.poison)
-            text = self._stopped(say_rows(rows))
+            poison, why = self.level.poison, ""
+            if poison is not None:
+                last = self._deaths[-1]
+                every, why = positions_at(objects, poison, attempt=last.attempt, step=last.step + 1)
+                found.extend(every)
+            rows = say_rows(rows_of(objects, found))
+            if self.level.excludes and found:
+                _LOG.warning("%s: its rows are%s\nThe deaths:%s", self.level.said, rows, self._table())
+                return {}
+            text = self._stopped(rows, f"It cannot be excluded: {why}. " if self.level.excludes else "")
             _LOG.error("%s", text)
             for note in self._firsts:
                 with contextlib.suppress(StorageError):
@@ -143,15 +181,21 @@ class Aftermath:
             raise CrashLoop(text)
 
         Together(self._exchange).ask_rank_0(stop)
+        return tuple(found)
 
-    def _stopped(self, rows: str) -> str:
+    def _stopped(self, rows: str, why: str) -> str:
         table = f"The deaths:{self._table()}\nAll faults of the run: lakeckpt faults {describe(self._storage)}"
         poison = self.level.poison
         if poison is None:
             return f"{self.level.said}. {table}"
+        if self.level.was_wrong:
+            return (
+                f"{poison} was excluded, and the next death came in the same step without its rows: the verdict is "
+                f"withdrawn, and the code is the cause. {table}"
+            )
         return (
             f"{poison} has ended the job {self.level.deaths} times in a row by {self._deaths[-1].name}"
-            f"{': its rows are' + rows if rows else ''}\n{table}\nMend or exclude these rows "
+            f"{': its rows are' + rows if rows else ''}\n{table}\n{why}Mend or exclude these rows "
             "(open_table(..., exclude=...)), or the code that fails on them, then start the job again"
         )
 

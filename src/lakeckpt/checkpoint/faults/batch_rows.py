@@ -1,65 +1,74 @@
-"""This module names the rows of a micro-batch that a live reader would read: those at which a job dies.
+"""This module finds the positions and the rows of a micro-batch at which a job dies, from a reader of this process.
 
 The reader has loaded the state of a cut before the micro-batch. The plan of that state says which positions are dealt
-to a rank in a step, as `lakeckpt.checkpoint.ledger.explain` finds them. The module starts no threads.
+to a rank in a step (`lakeckpt.checkpoint.consumed.exclusions.of_micro_batch`), and the table's index which rows these
+are. The module starts no threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lakeckpt.checkpoint.consumed.exclusions import of_micro_batch
 from lakeckpt.checkpoint.consumed.rows import GroupRows, RowOrder, name_rows, order_name
+from lakeckpt.checkpoint.format.manifest import Exclusion
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import Plan
-from lakeckpt.core.receipts import Receipt
-from lakeckpt.core.state import State, depends_on_data
+from lakeckpt.core.state import State
 from lakeckpt.errors import LakeckptError
 from lakeckpt.recovery.faults import BatchAt
 from lakeckpt.tracking.readers import tables_of, versions_of
 
-__all__ = ["rows_at", "say_rows"]
+__all__ = ["positions_at", "rows_of", "say_rows"]
 
 _MOST_GROUPS = 8
 
 
-def rows_at(objects: Mapping[str, Any], batch: BatchAt) -> list[GroupRows]:
-    """Return the rows of a micro-batch by file and row group; none if the readers' states do not tell them: a
-    micro-batch of a later epoch, or of a reader whose consumption depends on the data."""
-    reader = objects.get(batch.reader)
+def positions_at(
+    objects: Mapping[str, Any], batch: BatchAt, *, attempt: int, step: int
+) -> tuple[tuple[Exclusion, ...], str]:
+    """Return what excludes a micro-batch, of which ``attempt`` died in optimizer step ``step``; or why the states of
+    the readers among ``objects`` do not tell."""
     try:
-        plain = None if reader is None else reader.state_dict()
-        if plain is None or depends_on_data(plain):
-            return []
-        state = State.from_plain(plain)
-        if state.epoch != batch.epoch:
-            return []
-        if state.mixing is None:
-            return _rows(state, reader, batch)
-        tables = tables_of({"": reader})
-        every = zip(range(len(state.mixing.names)), tables.values(), strict=True)
-        return [row for at, table in every for row in _rows(state.of(at), table, batch)]
-    except (LakeckptError, ValueError, AttributeError):
-        return []
+        state = State.from_plain(objects[batch.reader].state_dict())
+        if state.segment.world_size != batch.world:
+            return (), f"the cut is of {state.segment.world_size} ranks, and the micro-batch is of {batch.world}"
+        found = of_micro_batch(
+            batch.reader,
+            state,
+            epoch=batch.epoch,
+            loader_step=batch.step,
+            rank=batch.rank,
+            attempt=attempt,
+            step=step,
+        )
+    except KeyError:
+        return (), f"there is no reader {batch.reader!r} any more"
+    except LakeckptError as error:
+        return (), str(error)
+    return found, ""
 
 
-def _rows(state: State, reader: object, batch: BatchAt) -> list[GroupRows]:
-    plan = Plan(state)
-    assignment = plan.assignment(batch.step, batch.rank)
-    keys = {key.epoch: key for key in assignment.layouts}
-    receipt: Receipt = assignment.receipt
+def rows_of(objects: Mapping[str, Any], positions: Iterable[Exclusion]) -> list[GroupRows]:
+    """Return the rows at ``positions`` by file and row group."""
     found: list[GroupRows] = []
-    for span in receipt.spans:
-        identity = plan.state.order_of(span.epoch)
-        for index, selection in versions_of(reader):
-            order = RowOrder(index, selection)
-            if order_name(identity) != (f"{index.digest}/{selection.digest}" if selection else index.digest):
+    for one in positions:
+        reader = objects[one.reader]
+        state = State.from_plain(reader.state_dict())
+        if state.mixing is not None and one.source is not None:
+            state = state.of(state.mixing.names.index(one.source))
+        table = tables_of({"": reader})["" if one.source is None else f".{one.source}"]
+        identity, key = state.order_of(one.epoch), Plan(state).layout(one.epoch)
+        orders = [RowOrder(index, selection) for index, selection in versions_of(table)]
+        for order in orders:
+            selection = "" if order.selection is None else order.selection.digest
+            if order_name(identity) != (f"{order.index.digest}/{selection}" if selection else order.index.digest):
                 continue
-            where = Intervals.of([(span.start, span.stop)])
             if order.unit > 1:
-                found += order.tokens_of(order.layout(identity.spec, keys[span.epoch], identity.endless), where)
+                found += order.tokens_of(order.layout(identity.spec, key, identity.endless), one.positions)
                 continue
-            rows = order.locate(identity.spec, keys[span.epoch], where).tolist()
+            rows = order.locate(identity.spec, key, one.positions).tolist()
             found += name_rows(order, Intervals.of(sorted((row, row + 1) for row in rows)))
     return found
 

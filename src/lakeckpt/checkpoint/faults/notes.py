@@ -51,9 +51,7 @@ def note_of(page: Page, attempt: int, *, cause: Cause, what: str, text: object =
     step = page.next_step if page.phase == "data" else page.next_step - 1
     batch = None
     if page.reader and page.phase in ("data", "compute") and step >= 0:
-        batch = BatchAt(
-            reader=page.reader, epoch=page.epoch, step=step, rank=page.dealt, world=max(page.of_ranks, 1)
-        )
+        batch = BatchAt(reader=page.reader, epoch=page.epoch, step=step, rank=page.dealt, world=max(page.of_ranks, 1))
     return FaultNote(
         attempt=attempt,
         rank=page.rank,

@@ -34,8 +34,9 @@ import torch
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.consumed.exclusions import exclusions_from_text, said_of_every
 from lakeckpt.checkpoint.faults.aftermath import Aftermath
-from lakeckpt.checkpoint.format.manifest import CheckpointInfo
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo, Exclusion
 from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.history import exclusions_in
 from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
 from lakeckpt.checkpoint.restore.applying import Applying, Unusable
 from lakeckpt.checkpoint.restore.choosing import Chooser
@@ -170,7 +171,7 @@ class Restorer:
 
     def _restore(self, presence: Presence | None) -> tuple[int, Attempt, RestoreReport]:
         begun: int | None = None
-        has_learned = self._aftermath is None
+        has_learned, has_excluded = self._aftermath is None, False
         for look in range(_MOST_ROUNDS):
             choice = self._all.ask_rank_0(self._chooser.choose)
             if not (has_learned or choice["empty"]):
@@ -186,7 +187,10 @@ class Restorer:
                     continue
             try:
                 chosen = self._compare(choice["run"], which)
-                if begun is None and self._aftermath is not None:
+                if begun is None and self._aftermath is not None and not has_excluded:
+                    if has_excluded := self._aftermath.level.excludes:
+                        self._exclude(self._aftermath.refuse(self._objects))
+                        continue
                     self._aftermath.refuse(self._objects)
                 if begun is not None:
                     self._apply(chosen)
@@ -204,7 +208,13 @@ class Restorer:
         assert self._aftermath is not None
         self._aftermath.learn(choice["run"], lambda: self._chooser.view)
         self._chooser.go_back, self._chooser.reached = self._aftermath.level.go_back, self._aftermath.reached
+        if self._exchange.rank == 0:
+            self._chooser.exclusions = self._aftermath.kept(exclusions_in(self._chooser.view))
         return self._aftermath.reached > 0
+
+    def _exclude(self, found: tuple[Exclusion, ...]) -> None:
+        """Let ``found`` leave the deal, beside what has left it. Only rank 0's counts."""
+        self._chooser.exclusions = (*(self._chooser.exclusions or ()), *found)
 
     def _claim(self, run: str, step: int, presence: Presence | None) -> int:
         """Begin the attempt, whose number is returned: from now on no other job commits into the run."""
