@@ -155,8 +155,7 @@ class CheckpointManager(Closing):
         self._preemption = Preemption(
             save_on, self._exchange, lambda: reporter.saved_step, grace_s=grace_s, requeue=requeue
         )
-        shared = {"keep": self._settings.keep, "fail_after": fail_after_s, "exclusive": exclusive}
-        shared |= {"max_excluded": most}
+        shared = {"keep": self._settings.keep, "fail_after": fail_after_s, "exclusive": exclusive, "max_excluded": most}
         self._shared = shared_settings(
             persist_every=str(every), capture_every=capture_every, save_on=self._preemption.names, **shared
         )
