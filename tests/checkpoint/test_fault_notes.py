@@ -21,6 +21,7 @@ from lakeckpt.checkpoint.faults.notes import (
     notes_in,
     page_path,
     remove_notes,
+    remove_old_notes,
 )
 from lakeckpt.recovery.faults import BatchAt, Cause, FaultNote
 from lakeckpt.watch.beat import read_page
@@ -90,6 +91,22 @@ def test_notes_of_earlier_attempts_are_removed_and_no_others(tmp_path: Path) -> 
     assert len(os.listdir(folder)) == 4
     remove_notes(str(folder), RUN, before=7)
     assert note_at(paths[0]) is None and note_at(paths[1]) is not None and len(os.listdir(folder)) == 2
+
+
+def test_notes_of_a_place_and_old_ones_are_removed_and_living_ranks_keep_their_pages(tmp_path: Path) -> None:
+    folder = tmp_path / "arenas"
+    path = page_of(folder)
+    leave_note(path, noted(path))
+    os.utime(path, (1, 1))
+    remove_old_notes(str(folder))
+    assert len(os.listdir(folder)) == 2, "its process lives"
+    os.unlink(path)
+    os.utime(path.removesuffix(".beat") + ".fault", (1, 1))
+    remove_old_notes(str(folder))
+    assert os.listdir(folder) == []
+    leave_note(page_of(folder), noted(page_of(folder)))
+    remove_notes(str(folder), RUN[:8])
+    assert os.listdir(folder) == []
 
 
 def test_a_folder_that_cannot_be_written_has_no_page(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from lakeckpt.checkpoint.consumed.exclusions import crashed, withdrawn
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack
 from lakeckpt.checkpoint.faults.batch_rows import positions_at, rows_of, say_rows
 from lakeckpt.checkpoint.faults.causes import cause_of_error
-from lakeckpt.checkpoint.faults.notes import begin_page, leave_note, note_of, notes_in, remove_notes
+from lakeckpt.checkpoint.faults.notes import begin_page, leave_note, note_of, notes_in, remove_notes, remove_old_notes
 from lakeckpt.checkpoint.faults.records import FirstStep, put_first_step, put_note
 from lakeckpt.checkpoint.format.manifest import Exclusion
 from lakeckpt.checkpoint.persist.history import exclusions_in
@@ -257,6 +257,7 @@ class Aftermath:
         """The log names all faults before this attempt: remove the notes of this node. One rank of each node does."""
         if self._is_used and self._exchange.rank == self._exchange.neighbours[0]:
             remove_notes(self._folder.path, self._digest, before=self._attempt)
+            remove_old_notes(self._folder.path)
 
     # --- while the attempt runs
 

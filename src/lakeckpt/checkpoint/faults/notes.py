@@ -11,6 +11,7 @@ A folder that cannot be written has no pages and no notes. The module imports wi
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import socket
@@ -24,10 +25,20 @@ from lakeckpt.errors import ArenaError, WireError
 from lakeckpt.recovery.faults import BatchAt, Cause, FaultNote, cut_off
 from lakeckpt.watch.beat import Beat, Page, read_page
 
-__all__ = ["begin_page", "leave_note", "note_at", "note_of", "notes_in", "page_path", "remove_notes"]
+__all__ = [
+    "begin_page",
+    "leave_note",
+    "note_at",
+    "note_of",
+    "notes_in",
+    "page_path",
+    "remove_notes",
+    "remove_old_notes",
+]
 
 _PAGE, _NOTE = ".beat", ".fault"
 _NAME = re.compile(r"([0-9a-f]{32})\.(\d+)\.(\d+)\.(beat|fault)", re.ASCII)
+_OLD_S = 30 * 86_400.0
 _KNOWS: dict[Cause, int] = {"unknown": 0, "exit": 1, "signal": 2, "out of memory": 3, "exception": 4}
 
 
@@ -108,13 +119,26 @@ def notes_in(folder: str, digest: bytes) -> list[FaultNote]:
     return found
 
 
-def remove_notes(folder: str, digest: bytes, *, before: int) -> None:
-    """Remove the pages and notes of the attempts before ``before`` of the run with this digest."""
+def remove_notes(folder: str, digest: bytes, *, before: float = math.inf) -> None:
+    """Remove the pages and notes of the attempts before ``before`` of the run with this digest, or of all runs at the
+    place whose digest it begins with."""
     for path, attempt in _pages_in(folder, digest):
         if attempt < before:
-            for one in (path, _note_path(path)):
-                with contextlib.suppress(OSError):
-                    os.unlink(one)
+            _remove(path)
+
+
+def remove_old_notes(folder: str) -> None:
+    """Remove the pages of dead processes, and notes, that are a month old: their runs were not started again."""
+    for path, _ in _pages_in(folder, b""):
+        page = read_page(path)
+        if _changed_s(path) < time.time() - _OLD_S and not (page is not None and page.lives):
+            _remove(path)
+
+
+def _remove(path: str) -> None:
+    for one in (path, _note_path(path)):
+        with contextlib.suppress(OSError):
+            os.unlink(one)
 
 
 def _note_path(page: str) -> str:
@@ -122,20 +146,23 @@ def _note_path(page: str) -> str:
 
 
 def _pages_in(folder: str, digest: bytes) -> Iterator[tuple[str, int]]:
-    """Yield the path of each page, whether or not it is there still, and its attempt."""
+    """Yield the path of each page, whether or not it is there still, and its attempt; of runs whose digest begins
+    so."""
     try:
         names = os.listdir(folder)
     except OSError:
         return
     matches = [match for name in names if (match := _NAME.fullmatch(name)) is not None]
-    every = {(int(one.group(2)), int(one.group(3))) for one in matches if one.group(1) == digest.hex()}
-    for attempt, rank in sorted(every):
-        yield page_path(folder, digest, attempt, rank), attempt
+    every = {one.groups()[:3] for one in matches if one.group(1).startswith(digest.hex())}
+    for run, attempt, rank in sorted(every, key=lambda one: (one[0], int(one[1]), int(one[2]))):
+        yield page_path(folder, bytes.fromhex(run), int(attempt), int(rank)), int(attempt)
 
 
 def _changed_s(path: str) -> float:
-    """Return when a page was last written, as far as the file system says; writes to memory may not change it."""
+    """Return when a page, or its note, was last written, as far as the file system says; writes to memory may not
+    change that."""
     page = read_page(path)
-    with contextlib.suppress(OSError):
-        return max(os.stat(path).st_mtime, 0.0 if page is None else page.last_step_s)
+    for one in (path, _note_path(path)):
+        with contextlib.suppress(OSError):
+            return max(os.stat(one).st_mtime, 0.0 if page is None else page.last_step_s)
     return time.time()
