@@ -27,6 +27,7 @@ from lakeckpt.wire.documents import from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = [
+    "check_kind",
     "crashed",
     "exclusion_of",
     "exclusions_from_text",
@@ -58,6 +59,7 @@ def of_micro_batch(
             f"which rows of {reader!r} a micro-batch had depends on what its transform yielded, and no record has "
             "that, so they cannot be excluded: leave them out in the transform, or by filters= of a new run"
         )
+    check_kind(state, reader)
     if epoch != state.epoch:
         raise ConfigError(
             f"the micro-batch is of epoch {epoch} of {reader!r}, and the cut lies in epoch {state.epoch}: its rows can "
@@ -81,6 +83,15 @@ def of_micro_batch(
             for each, positions in sorted(pairs.items())
         ]
     return tuple(replace(one, reason="crash", micro_batch=receipt.micro_batch) for one in found)
+
+
+def check_kind(state: State, reader: str) -> None:
+    """Raise `ConfigError` if nothing of the stream of ``state`` can be excluded."""
+    if any(one.tail == "carry" for one in state.orders):
+        raise ConfigError(
+            f"nothing of {reader!r} can be excluded: it follows a growing table, whose tranches are joined from the "
+            "rows that are left. Begin a new run, with filters= that leave the rows out"
+        )
 
 
 def withdrawn(exclusions: Iterable[Exclusion], why: str) -> _Every:
