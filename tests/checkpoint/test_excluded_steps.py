@@ -245,8 +245,8 @@ def test_a_cut_in_memory_that_has_gone_on_without_the_rows_is_restored_as_it_is(
 def test_steps_of_several_batches_are_excluded_with_all_of_them(lake: Path) -> None:
     job = Job(lake, "rows")
     job.attempt(9, ranks=2, accumulate=2, every=4)
-    excluded = job.keys(5, 7)
-    found, exclusions = roll_back(job.storage, 4, exclude_steps=(5, 7))
+    excluded = job.keys(6, 8)
+    found, exclusions = roll_back(job.storage, 4, exclude_steps=(6, 8))
     assert found.step == 4 and sum(one.positions.size for one in exclusions) == len(excluded) == 32
     for _ in range(2):  # until something is saved, each attempt excludes them anew
         assert job.attempt(2, ranks=1, accumulate=2, every=99) == 4
@@ -289,6 +289,26 @@ def test_the_commands_say_what_was_excluded_and_which_steps_had_used_it(
     assert main(["explore", run, "--output", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert '"left_out":[{"reason":"order","rows":8,"steps":[4,6]}]' in page.replace(" ", "")
+
+
+@pytest.mark.parametrize("kind", ["rows", "packed"])
+def test_an_epoch_that_was_not_begun_goes_on_without_the_batches_of_steps_on_another_number_of_lanes(
+    lake: Path, kind: str
+) -> None:
+    job = Job(lake, kind)
+    job.attempt(ranks=2)  # to the end of epoch 0, and saved there: 2 lanes
+    first = max(job.used)
+    job.attempt(7, ranks=4, every=7)  # 4 lanes
+    excluded = job.keys(first + 2, first + 5)
+    order = {"step": first, "exclude_steps": (first + 2, first + 5)}
+    assert job.attempt(2, ranks=1, every=2, restore=order) == first
+    assert job.attempt(ranks=3) == first + 2
+    every = range(ROWS) if kind == "rows" else range(3 * ROWS)
+    assert Counter(job.keys(first + 1)) == Counter(every) - Counter(excluded)
+    assert Counter(job.keys(1, first + 1)) == Counter(every)
+    report = audit(job.storage)
+    assert report.verdict == "except" and report.readers[0].epochs[1].status == "complete", report
+    assert all(size for sizes in job.sizes.values() for size in sizes)
 
 
 def test_an_order_that_cannot_be_carried_out_is_refused_with_the_reason(lake: Path) -> None:
@@ -378,7 +398,7 @@ def test_the_law_holds_from_a_state_without_the_excluded_rows(lake: Path) -> Non
     used, excluded = job.keys(1, 4), job.keys(6, 8)
     chain = read_history(job.storage).chain
     exclusions = exclusions_of_steps(chain, chain[0], (6, 8))
-    state, _ = without_exclusions("reader", State.from_plain(chain[0].readers["reader"].state), exclusions, step=3)
+    _, state, _ = without_exclusions("reader", State.from_plain(chain[0].readers["reader"].state), exclusions, step=3)
     plain = state.to_plain()
     assert len(json.dumps(plain)) < len(json.dumps(chain[0].readers["reader"].state)) + 600
 

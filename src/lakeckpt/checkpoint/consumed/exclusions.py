@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lakeckpt.checkpoint.format.manifest import Excluded, Exclusion
+from lakeckpt.core.changes import start
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
@@ -32,6 +33,7 @@ __all__ = [
     "exclusion_of",
     "exclusions_from_text",
     "exclusions_to_text",
+    "laid_out",
     "left_of",
     "of_micro_batch",
     "said_of_every",
@@ -156,16 +158,34 @@ def left_of(seen: State, one: Exclusion) -> Intervals:
     return left
 
 
+def laid_out(state: State, one: Exclusion) -> State:
+    """Return ``state`` with the lanes of the layout of an exclusion, if nothing of its epoch was read: then the number
+    of lanes is free. Of a mixture it is not, because its sources share their lanes."""
+    is_free = state.is_start and state.mixing is None and state.epoch == one.epoch
+    lanes, batch_size, world_size = state.segment.topology
+    if not is_free or lanes == one.num_lanes:
+        return state
+    world_size = world_size if one.num_lanes % world_size == 0 else 1
+    return start(
+        state.identity, epoch=state.epoch, num_lanes=one.num_lanes, batch_size=batch_size, world_size=world_size
+    )
+
+
 def without_exclusions(
     reader: str, state: State, exclusions: Iterable[Exclusion], *, step: int
-) -> tuple[State, tuple[Excluded, ...]]:
-    """Return ``state``, of the whole job, without what is left of the ``exclusions`` of ``reader``; and what is
-    excluded, as the record of optimizer step ``step`` + 1 has it. `StateMismatch` as `left_of`, if that was ordered."""
+) -> tuple[State, State, tuple[Excluded, ...]]:
+    """Return ``state``, of the whole job, as the epoch is laid out; the same without what is left of the ``exclusions``
+    of ``reader``; and what is excluded, as the record of optimizer step ``step`` + 1 has it. `StateMismatch` as
+    `left_of`, if that was ordered."""
+    exclusions = [one for one in exclusions if one.reader == reader and not one.withdrawn]
+    first = next((one for one in exclusions if one.epoch == state.epoch), None)
+    if first is not None:
+        state = laid_out(state, first)
     names: list[str | None] = [None] if state.mixing is None else [*state.mixing.names]
     positions: list[dict[int, Intervals]] = [{} for _ in names]
     found = []
     for one in exclusions:
-        if one.reader != reader or one.withdrawn or one.source not in names:
+        if one.source not in names:
             continue
         number = names.index(one.source)
         try:
@@ -188,7 +208,7 @@ def without_exclusions(
                     steps=one.steps,
                 )
             )
-    return (excluding(state, positions, state.orders) if found else state), tuple(found)
+    return state, (excluding(state, positions, state.orders) if found else state), tuple(found)
 
 
 def _is_below(step: int, stop: int | None) -> bool:

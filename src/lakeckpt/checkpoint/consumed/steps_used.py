@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lakeckpt.checkpoint.consumed.exclusions import check_kind, exclusion_of, left_of, said_of_exclusion
+from lakeckpt.checkpoint.consumed.exclusions import check_kind, exclusion_of, laid_out, left_of, said_of_exclusion
 from lakeckpt.checkpoint.consumed.source_records import SourceRecord, by_source
 from lakeckpt.checkpoint.format.manifest import Exclusion, Manifest
 from lakeckpt.core.consumption import consumption
@@ -192,6 +192,7 @@ def _check(one: Exclusion, goes_back_to: Manifest) -> None:
             "reader"
         )
     check_kind(seen, one.reader)
+    seen = laid_out(seen, one)
     try:
         left = left_of(seen, one)
     except StateMismatch as error:
