@@ -245,8 +245,8 @@ def test_a_cut_in_memory_that_has_gone_on_without_the_rows_is_restored_as_it_is(
 def test_steps_of_several_batches_are_excluded_with_all_of_them(lake: Path) -> None:
     job = Job(lake, "rows")
     job.attempt(9, ranks=2, accumulate=2, every=4)
-    excluded = job.keys(6, 8)
-    found, exclusions = roll_back(job.storage, 4, exclude_steps=(6, 8))
+    excluded = job.keys(7, 9)
+    found, exclusions = roll_back(job.storage, 4, exclude_steps=(7, 9))
     assert found.step == 4 and sum(one.positions.size for one in exclusions) == len(excluded) == 32
     for _ in range(2):  # until something is saved, each attempt excludes them anew
         assert job.attempt(2, ranks=1, accumulate=2, every=99) == 4
