@@ -35,7 +35,15 @@ TASKS = {
         "prefetch",
     ],
     "Use a batch": ["Batch", "MixedReceipt", "Ragged", "Receipt", "cumulative_lengths", "merge_states"],
-    "Save and restore": ["CheckpointManager", "SaveHandle", "CheckpointInfo", "RestoreReport", "Keep", "load"],
+    "Save and restore": [
+        "CheckpointManager",
+        "SaveHandle",
+        "CheckpointInfo",
+        "RestoreReport",
+        "Keep",
+        "Backup",
+        "load",
+    ],
     "Warnings": ["ReadAheadWarning", "ConsumptionWarning"],
 }
 """Task → the public names of the package that serve it."""

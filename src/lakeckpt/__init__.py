@@ -27,6 +27,7 @@ check_versions()
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "Backup": "lakeckpt.checkpoint.copying.backups",
     "Batch": "lakeckpt.data.base.batch",
     "CheckpointInfo": "lakeckpt.checkpoint.format.manifest",
     "CheckpointManager": "lakeckpt.checkpoint.manager",
@@ -58,6 +59,7 @@ _MODULES = ("bubbles", "convert", "dcp", "metrics", "testing")
 """Public modules, which need no import of their own."""
 
 __all__ = [
+    "Backup",
     "Batch",
     "CheckpointInfo",
     "CheckpointManager",
@@ -88,6 +90,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lakeckpt import errors
+    from lakeckpt.checkpoint.copying.backups import Backup
     from lakeckpt.checkpoint.format.keep import Keep
     from lakeckpt.checkpoint.format.manifest import CheckpointInfo
     from lakeckpt.checkpoint.load import load

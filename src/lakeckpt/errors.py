@@ -43,8 +43,8 @@ stable, machine-readable name::
         ├── ObjectChanged      it is not the object that was listed
         └── ConditionalPutUnsupported   the store cannot commit atomically: use another
 
-Warnings of checkpoints: `CaptureWarning`, `DamageWarning`, `RestartWarning`, `RetentionWarning`, `SaveWarning`.
-`UntestedVersionWarning` is the warning of `lakeckpt.integrations`.
+Warnings of checkpoints: `BackupWarning`, `CaptureWarning`, `DamageWarning`, `RestartWarning`, `RetentionWarning`,
+`SaveWarning`. `UntestedVersionWarning` is the warning of `lakeckpt.integrations`.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ __all__ = [
     "ArenaDamaged",
     "ArenaError",
     "AttemptSuperseded",
+    "BackupWarning",
     "CaptureWarning",
     "CheckpointDamaged",
     "CheckpointError",
@@ -307,6 +308,10 @@ class DamageWarning(UserWarning):
 class RestartWarning(UserWarning):
     """Something that the script gives differs from the attempt before, and the run goes on without it; or the ranks
     cannot make the global batch that the script asks for."""
+
+
+class BackupWarning(UserWarning):
+    """A backup was not made that was due; it is tried again after the next commit."""
 
 
 class RetentionWarning(UserWarning):

@@ -13,6 +13,7 @@
                         |
                         [report] → handle, `on_save`; [outage]: a failed save is tried again
 
-    a run → [load]: objects; [ledger/]: the proof; [interop/]: formats of others; [rollback]: an order in the log
+    a run → [load]: objects; [ledger/]: the proof; [interop/]: formats of others; [rollback]: an order in the log;
+            [copying/]: the run at another place
     [format/]: values of all of these
 """

@@ -9,11 +9,20 @@ from os import PathLike
 from typing import Any
 
 from lakeckpt.checkpoint.consumed.steps_used import check_steps
+from lakeckpt.checkpoint.copying.backups import Backup
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING
 from lakeckpt.errors import ConfigError
 from lakeckpt.tracking.readers import reader_of
 
-__all__ = ["check_capturing", "check_settings", "checked_names", "checked_state", "checked_steps", "shared_settings"]
+__all__ = [
+    "check_capturing",
+    "check_settings",
+    "checked_backups",
+    "checked_names",
+    "checked_state",
+    "checked_steps",
+    "shared_settings",
+]
 
 
 def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,6 +78,18 @@ def checked_steps(step: int | None, exclude_steps: object) -> tuple[int, int] | 
             "K and on without the batches that the steps A to B - 1 have used"
         )
     return check_steps(step, exclude_steps)
+
+
+def checked_backups(backups: Collection[Backup], capture_every: object) -> tuple[Backup, ...]:
+    """Return the ``backups``. `ConfigError` for anything else, and without an agent to make them."""
+    if isinstance(backups, (str, Mapping)) or not all(isinstance(one, Backup) for one in backups):
+        raise ConfigError(f"backups is a list of lakeckpt.Backup, got {backups!r}")
+    if backups and capture_every is None:
+        raise ConfigError(
+            "backups= needs capture_every=: the agent makes them. Without captures, let cron or the scheduler run "
+            "`lakeckpt copy RUN DESTINATION` as often as you want"
+        )
+    return tuple(backups)
 
 
 def _is_divided(one: object) -> bool:

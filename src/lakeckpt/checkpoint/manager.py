@@ -19,6 +19,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arguments import (
     check_capturing,
     check_settings,
+    checked_backups,
     checked_names,
     checked_state,
     checked_steps,
@@ -31,9 +32,10 @@ from lakeckpt.checkpoint.consumed.accumulation import accumulation_of
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
+from lakeckpt.checkpoint.copying.backups import Backup
+from lakeckpt.checkpoint.copying.run_copy import RunCopy
 from lakeckpt.checkpoint.format.keep import Keep, held_metric
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
-from lakeckpt.checkpoint.interop.run_copy import RunCopy
 from lakeckpt.checkpoint.opening import open_saves, opened, place_of
 from lakeckpt.checkpoint.outage import Outage
 from lakeckpt.checkpoint.persist.attempt import Attempt
@@ -72,6 +74,7 @@ class CheckpointManager(Closing):
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
         bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. Each
             checkpoint records how long ranks waited, and which share of the bytes moved meanwhile.
+        backups: copies of the run that its agent keeps at other places, as `lakeckpt copy` does (`lakeckpt.Backup`).
         keep: which checkpoints keep their data: so many of the newest (int), or a `lakeckpt.Keep` rule. The record of
             all checkpoints stays.
         group: the torch process group (or one-dimensional DeviceMesh) whose ranks hold replicas; default: all ranks.
@@ -104,6 +107,7 @@ class CheckpointManager(Closing):
         capture_every: int | None = None,
         arenas: str | PathLike[str] | None = None,
         bubbles: Bubbles | None = None,
+        backups: Collection[Backup] = (),
         keep: int | Keep = 3,
         group: Any = None,
         rank: int | None = None,
@@ -126,7 +130,9 @@ class CheckpointManager(Closing):
         self._exchange, self._waiter = self._talk(group, timeout_s, alone=world_size == 1, node=node)
         check_topology(self._exchange, rank, world_size)
         self._capture_every = capture_every
-        self._place = None if capture_every is None else place_of(self._storage, uri, storage_options or {}, arenas)
+        copies = checked_backups(backups, capture_every)
+        given = (self._storage, uri, storage_options or {}, arenas, copies)
+        self._place = None if capture_every is None else place_of(*given)
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
         self._bubbles = bubbles
         self._saves: Saver | Background | None = None
@@ -138,9 +144,9 @@ class CheckpointManager(Closing):
         self._preemption = Preemption(
             save_on, self._exchange, lambda: reporter.saved_step, grace_s=grace_s, requeue=requeue
         )
-        given = {"keep": self._settings.keep, "fail_after": fail_after_s, "exclusive": exclusive}
+        shared = {"keep": self._settings.keep, "fail_after": fail_after_s, "exclusive": exclusive}
         self._shared = shared_settings(
-            persist_every=str(every), capture_every=capture_every, save_on=self._preemption.names, **given
+            persist_every=str(every), capture_every=capture_every, save_on=self._preemption.names, **shared
         )
         self._schedule = Schedule(every, self._exchange, self._waiter, outage)
         self._tracks: dict[str, ReaderTrack] = {}

@@ -7,8 +7,8 @@ captured: `place_of` refuses it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
@@ -19,6 +19,7 @@ from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture.engine import CaptureEngine, warn_of_others
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
+from lakeckpt.checkpoint.copying.backups import Backup
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.sync_save import Saver
@@ -36,12 +37,14 @@ __all__ = ["Place", "open_saves", "opened", "place_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a run lies: ``storage``, and how another process opens it; and where its captures lie: ``arenas``."""
+    """Where a run lies: ``storage``, and how another process opens it; where its captures lie, ``arenas``; and which
+    ``backups`` are made of it."""
 
     storage: Storage
     uri: str
     storage_options: Mapping[str, Any]
     arenas: ArenaFolder
+    backups: tuple[Backup, ...] = ()
 
 
 def opened(uri: object, storage_options: Mapping[str, Any] | None) -> Storage:
@@ -58,11 +61,12 @@ def place_of(
     uri: str | os.PathLike[str] | Storage,
     storage_options: Mapping[str, Any],
     arenas: str | os.PathLike[str] | None,
+    backups: Collection[Backup] = (),
 ) -> Place:
     """Return where a run lies that the user has named by ``uri``. `ConfigError` if another process cannot open it."""
     folder = ArenaFolder(arenas)
     if isinstance(storage, LocalStorage):
-        return Place(storage=storage, uri=storage.name, storage_options={}, arenas=folder)
+        return Place(storage=storage, uri=storage.name, storage_options={}, arenas=folder, backups=tuple(backups))
     if isinstance(uri, Storage):
         raise ConfigError(
             f"capture_every needs the URL of the run, and got {uri!r}: the agent, a process of its own, opens the "
@@ -76,7 +80,7 @@ def place_of(
             f"with capture_every, storage_options go to the agent, a process of its own, and must be plain values: "
             f"{error}. Give credentials by the environment or a file, or save synchronously, without capture_every"
         ) from error
-    return Place(storage=storage, uri=os.fspath(uri), storage_options=options, arenas=folder)
+    return Place(storage=storage, uri=os.fspath(uri), storage_options=options, arenas=folder, backups=tuple(backups))
 
 
 def open_saves(
@@ -155,6 +159,7 @@ def _open_agent(
             world_size=exchange.world_size,
             arenas=place.arenas.path,
             linger_s=LINGER_S,
+            backups=tuple(map(asdict, place.backups)) if exchange.rank == 0 else (),
         )
     )
     engine = CaptureEngine(

@@ -21,6 +21,7 @@ from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.bubbles.gate import Gate
 from lakeckpt.checkpoint.capture import copier
+from lakeckpt.checkpoint.capture import engine as module
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.capture.moves import Issued, Moves
 from lakeckpt.errors import (
@@ -266,7 +267,30 @@ def test_a_state_without_groups_is_that_of_its_cut_though_the_next_cut_came_befo
     assert_same(kept_state(folder, 1), expected)
 
 
-def test_cuts_are_left_out_while_the_capture_before_is_under_way(made: Made, folder: ArenaFolder) -> None:
+def test_no_cut_is_left_out_where_the_capture_before_has_only_to_seal_its_generation(
+    made: Made, folder: ArenaFolder
+) -> None:
+    job = Job()
+    engine = made(job.objects, gate=HeldGate())
+    job.step()
+    assert cut(engine, 1, must=True)
+    complete, asked = engine._completes, threading.Event()
+
+    def late(capture: Any) -> bool:  # a cut that would be left out comes before this ends
+        asked.wait(0.05)
+        return complete(capture)
+
+    engine._completes = late  # type: ignore[method-assign]
+    for step in range(2, 6):
+        job.step()
+        assert cut(engine, step)
+    assert engine.wait() == 5
+
+
+def test_cuts_are_left_out_while_the_capture_before_is_under_way(
+    made: Made, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SEAL_S", 0.0)
     job, gate = Job(), HeldGate()
     engine = made(job.objects, gate=gate)
     job.step()

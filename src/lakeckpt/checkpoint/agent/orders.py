@@ -44,7 +44,8 @@ class Hello:
     """A trainer begins ``attempt``, whose checkpoints are published by ``settings``.
 
     ``digest`` identifies the run on this node, ``arenas`` is the folder of the arenas. ``linger_s``: how much longer
-    than a save the final save waits for the agents of other ranks, whose trainers may die later.
+    than a save the final save waits for the agents of other ranks, whose trainers may die later. ``backups``: those
+    that this agent makes, the fields of each.
     """
 
     uri: str
@@ -56,6 +57,7 @@ class Hello:
     world_size: int
     arenas: str
     linger_s: float
+    backups: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ ends a save under way. The kernel reports the trainer's death through a pidfd of
 Linux 5.3), the agent relies on the end of its standard input, which a forked loader worker may delay.
 
 The main thread persists, and takes the checksums of cuts (`persister`). One thread reads orders, and ends with the
-process. After the last save the agent removes the arena, if everything in it is in storage. Imports without torch.
+process; another one makes backups. After the last save the agent removes the arena, if everything in it is in storage.
+Imports without torch.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.link import IGNORED
-from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Unable, message_from_bytes, message_to_bytes
+from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Outcome, Unable, message_from_bytes, message_to_bytes
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.copying.backups import Backup, Backups
 from lakeckpt.checkpoint.persist.log import LOG
 from lakeckpt.errors import LakeckptError
 from lakeckpt.lake.storage.base import expect_folder, redact_uri
@@ -46,7 +49,12 @@ def main(trainer: int) -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # a library that prints must not print into the pipe
 
+    backups: Backups | None = None
+
     def report(message: Message) -> None:
+        if backups is not None and isinstance(message, Outcome) and message.info is not None:
+            message = replace(message, remarks=replace(message.remarks, unmade=backups.failed))
+            backups.committed()
         with contextlib.suppress(OSError):  # the trainer is gone
             outcomes.send_bytes(message_to_bytes(message))
 
@@ -78,8 +86,10 @@ def main(trainer: int) -> int:
         log=lambda text: _log(f"{name}: {text}"),
         linger_s=begin.linger_s,
     )
+    backups = Backups(storage, [Backup(**one) for one in begin.backups], lambda text: _log(f"{name}: {text}"))
     threading.Thread(target=_serve, args=(messages, persister, name), name="lakeckpt-orders", daemon=True).start()
     persister.run()
+    backups.finish()
     _log(f"{name}: {_tidied(persister, generations)}; ends")
     return 0
 

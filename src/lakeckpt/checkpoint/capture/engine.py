@@ -48,6 +48,9 @@ __all__ = ["CaptureEngine", "warn_of_others"]
 
 _REMEMBERED = 1000
 """The reason why a capture was dropped is kept for so many steps."""
+_SEAL_S = 1.0
+"""A cut is skipped if the capture before has not ended by then. Sealing a generation takes milliseconds: this much only
+passes on a machine that gives its thread no processor."""
 
 
 class CaptureEngine:
@@ -249,7 +252,7 @@ class CaptureEngine:
         if not self._store.ready(plan, self._documents_bytes):
             self._make(plan)  # behind the capture under way
             return None
-        if self._under_way >= self._most_under_way():
+        if self._under_way >= self._most_under_way() and not self._ends_soon():
             return None
         assert self._store.arena is not None
         return self._store.arena.begin(common=common)
@@ -259,6 +262,17 @@ class CaptureEngine:
         copies off the device remain. With a limit of one, a host that runs ahead of its device would skip
         every other cut. A gate that paces knows only one capture."""
         return 2 if self._links and not self._gate.paces else 1
+
+    def _ends_soon(self) -> bool:
+        """Wait a moment for the capture before, which has copied all data since its fence, and only has to seal its
+        generation. Return whether another one may begin. Copies off a device may take long: nobody waits for these."""
+        if self._links:
+            return False
+        begin_s = time.perf_counter()
+        with self._changed:
+            ended = self._changed.wait_for(lambda: self._under_way < self._most_under_way(), _SEAL_S)
+        self._counters.stall_s += time.perf_counter() - begin_s
+        return ended
 
     def _samples_of(self, plan: CapturePlan) -> Samples:
         if self._samples is None or not self._samples.are_of(plan):

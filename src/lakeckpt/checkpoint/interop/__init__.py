@@ -9,6 +9,4 @@
                  +-- [torch_files]         torch.save
                  +-- [safetensors_files]   safetensors
                  +-- [into_run]            the first checkpoint of a run
-
-    a run → [run_copy] → a run at another place
 """

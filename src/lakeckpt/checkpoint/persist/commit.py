@@ -27,6 +27,7 @@ from lakeckpt.checkpoint.state.wholes import Wholes
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import (
     AttemptSuperseded,
+    BackupWarning,
     CheckpointDamaged,
     DamageWarning,
     ObjectMissing,
@@ -60,6 +61,8 @@ class Remarks:
     """The objects of the run that are missing; empty if none is."""
     unpruned: str = ""
     """Why checkpoints that are not to be kept could not be removed after the commit; empty if they were removed."""
+    unmade: str = ""
+    """Why a backup was not made that was due after the commit before; empty if it was."""
 
     def warn(self) -> None:
         """Warn of each problem."""
@@ -68,6 +71,8 @@ class Remarks:
         if self.unpruned:
             text = "checkpoints that are not to be kept could not be removed, and take up room until a save can: "
             warnings.warn(text + self.unpruned, RetentionWarning, stacklevel=5)
+        if self.unmade:
+            warnings.warn(self.unmade, BackupWarning, stacklevel=5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

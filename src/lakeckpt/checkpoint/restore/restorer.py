@@ -101,7 +101,7 @@ class RestoreReport:
 
 
 class RunCopying(Protocol):
-    """A copy of another run, as `lakeckpt.checkpoint.interop.run_copy` makes it at this run's place."""
+    """A copy of another run, as `lakeckpt.checkpoint.copying.run_copy` makes it at this run's place."""
 
     def copy_files(self, *, rank: int, world_size: int) -> None:
         """Write and verify the files that fall to ``rank``."""

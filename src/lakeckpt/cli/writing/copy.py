@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from lakeckpt.checkpoint.interop.run_copy import RunCopy
+from lakeckpt.checkpoint.copying.run_copy import copy_run
 from lakeckpt.cli.output import format_bytes, format_count, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run, options_of
 from lakeckpt.lake.storage.base import describe
@@ -30,10 +30,8 @@ def run(args: argparse.Namespace) -> int:
     """Copy and print. Returns 0."""
     source, place = open_run(args)
     target = open_storage(args.target, storage_options=options_of(args.target_options))
-    copy = RunCopy(source, target, step=args.step)
     with progress_bar("copying", show=not args.json) as progress:
-        copy.copy_files(progress=progress)
-    done = copy.commit()
+        done = copy_run(source, target, step=args.step, progress=progress)
     if args.json:
         print_json(dataclasses.asdict(done))
         return 0

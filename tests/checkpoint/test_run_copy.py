@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lakeckpt.checkpoint.interop.run_copy import RunCopied, RunCopy
+from lakeckpt.checkpoint.copying.run_copy import RunCopied, RunCopy
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history

@@ -28,15 +28,14 @@ from lakeckpt.checkpoint.format.manifest import Manifest, entry_from_bytes, entr
 from lakeckpt.checkpoint.format.parts import OBJECTS, PARTS, PartRecord
 from lakeckpt.checkpoint.format.register import Register
 from lakeckpt.checkpoint.format.verified_reads import fetch_part, fetch_register, read_object, verify_file
-from lakeckpt.checkpoint.persist.history import INDEX
+from lakeckpt.checkpoint.persist.history import INDEX, History, must_stay, read_history
 from lakeckpt.checkpoint.persist.log import list_slots, slot_path
-from lakeckpt.checkpoint.restore.run_log import RunLog, no_such_step
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, ObjectExists, WireError
 from lakeckpt.lake.storage.base import Storage, delete_all, describe
 from lakeckpt.progress import Progress
 
-__all__ = ["RunCopied", "RunCopy"]
+__all__ = ["RunCopied", "RunCopy", "copy_run"]
 
 _THREADS = 4
 """So many files, of at most 256 MiB each, are in memory at once."""
@@ -60,6 +59,23 @@ class RunCopied:
     """The size of these files."""
     written_bytes: int
     """The size of those that did not lie there with their size."""
+
+
+def copy_run(
+    source: Storage, target: Storage, *, step: int | None = None, progress: Progress | None = None
+) -> RunCopied:
+    """Copy and commit, as `RunCopy` does. If the newest checkpoint is removed meanwhile, by a run that goes on, the one
+    that took its place is copied."""
+    newest = read_history(source).tip
+    while True:
+        try:
+            copy = RunCopy(source, target, step=step)
+            copy.copy_files(progress=progress)
+            return copy.commit()
+        except CheckpointDamaged:
+            before, newest = newest, read_history(source).tip
+            if step is not None or newest is None or before is None or newest.slot == before.slot:
+                raise
 
 
 class RunCopy:
@@ -199,18 +215,24 @@ class RunCopy:
 
 def _chosen(source: Storage, step: int | None) -> Manifest:
     """Return the checkpoint to copy. `CheckpointNotFound`."""
-    log = RunLog(source)
-    log.look()
-    while not log.view.manifests and log.look_further():
-        pass
-    if log.view.run is None:
-        raise CheckpointNotFound(f"there is no run at {describe(source)}: it has no log. Name the place of a run")
-    found = next(log.candidates(step), None)
-    if found is None and step is not None:
-        raise no_such_step(step, log.kept())
-    if found is None:
-        raise CheckpointNotFound(f"the run at {describe(source)} has no checkpoint yet: copy it after a save")
-    return found
+    history, place = read_history(source), describe(source)
+    if history.run is None:
+        raise CheckpointNotFound(f"there is no run at {place}: it has no log. Name the place of a run")
+    if history.tip is None:
+        raise CheckpointNotFound(f"the run at {place} has no checkpoint yet: copy it after a save")
+    if step is None:
+        return history.tip
+    kept = _kept(history, history.tip)
+    if step not in kept:
+        steps = ", ".join(f"{one:,}" for one in sorted(kept))
+        raise CheckpointNotFound(f"the run at {place} keeps no checkpoint of step {step:,}. It keeps {steps}: name one")
+    return kept[step]
+
+
+def _kept(history: History, tip: Manifest) -> dict[int, Manifest]:
+    """Return the checkpoints of the history whose data no commit was allowed to remove, the newest of each step."""
+    slots = must_stay(tip, [*history.chain, *history.abandoned])
+    return {one.step: one for one in history.chain if one.slot in slots}
 
 
 def _size_of(named: Sequence[tuple[PartRecord, int]]) -> int:
