@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from lakeckpt.checkpoint.restore.choosing import Chooser
 from lakeckpt.checkpoint.rollback import roll_back
 from lakeckpt.cli.main import main
 from lakeckpt.core.state import State
-from lakeckpt.errors import CheckpointMismatch, CheckpointNotFound, ConfigError
+from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError
 from lakeckpt.testing import assert_exactly_once
+from lakeckpt.tracking.steps import Frontier, StepRecord, StepRun
 from tests.checkpoint.agent.rig import take_checksums
 from tests.checkpoint.rig import Counter as CountedTo
 from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
@@ -327,6 +329,28 @@ def test_an_order_that_cannot_be_carried_out_is_refused_with_the_reason(lake: Pa
     loader = LakeLoader(read(lake, "rows", 0, 1))
     with pytest.raises(ConfigError, match="goes with step="):
         manager(job.storage, {"reader": loader}).restore(exclude_steps=(4, 5))
+
+
+def test_steps_of_which_the_log_has_no_rows_are_refused(lake: Path) -> None:
+    job = Job(lake, "rows")
+    job.attempt(9, ranks=2)
+    chain = read_history(job.storage).chain
+    with pytest.raises(CheckpointDamaged, match="the history before step 6 cannot be read"):
+        exclusions_of_steps(chain[1:], chain[0], (5, 7))
+    record = chain[-1].readers["reader"]
+    other = StepRecord(runs=(StepRun(first=9, count=1, start=Frontier(0, 9), stride=-1),))
+    jumped = replace(chain[-1], readers={"reader": replace(record, steps=other)})
+    with pytest.raises(CheckpointMismatch, match="other processes did the steps 7 to 9"):
+        exclusions_of_steps([*chain[:-1], jumped], chain[0], (8, 10))
+    with pytest.raises(CheckpointMismatch, match="no reader of them is in the manager's state"):
+        exclusions_of_steps([replace(one, readers={}) for one in chain], chain[0], (5, 7))
+    state = State.from_plain(record.state)
+    followed = replace(state, orders=(replace(state.identity, tail="carry"),))
+    with pytest.raises(ConfigError, match="it follows a growing table"):
+        of_micro_batch("reader", followed, epoch=0, loader_step=9, rank=0, attempt=0, step=10)
+    tailed = replace(chain[0], readers={"reader": replace(record, state=followed.to_plain())})
+    with pytest.raises(ConfigError, match="it follows a growing table"):
+        exclusions_of_steps(chain, tailed, (5, 7))
 
 
 def test_a_roll_back_begins_anew_with_what_it_names(lake: Path) -> None:
