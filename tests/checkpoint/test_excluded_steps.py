@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch.distributed as dist
 
 from lakeckpt import LakeLoader, Ragged, mix, open_table, pack
+from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.consumed.exclusions import crashed, of_micro_batch, withdrawn, without_exclusions
 from lakeckpt.checkpoint.consumed.steps_used import exclusions_of_steps
 from lakeckpt.checkpoint.format.manifest import Exclusion
@@ -22,10 +25,14 @@ from lakeckpt.checkpoint.restore.choosing import Chooser
 from lakeckpt.checkpoint.rollback import roll_back
 from lakeckpt.cli.main import main
 from lakeckpt.core.state import State
-from lakeckpt.errors import CheckpointMismatch, CheckpointNotFound, ConfigError
+from lakeckpt.errors import CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, ConfigError
 from lakeckpt.testing import assert_exactly_once
+from lakeckpt.tracking.steps import Frontier, StepRecord, StepRun
+from tests.checkpoint.agent.rig import take_checksums
+from tests.checkpoint.rig import Counter as CountedTo
 from tests.checkpoint.rig import EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
 from tests.data.reading import dataset_of
+from tests.patience import PATIENCE_S
 from tests.reading.cases import write_file
 
 ROWS = 240
@@ -48,6 +55,8 @@ def read(lake: Path, kind: str, rank: int, ranks: int, **options: Any) -> Any:
     """The reader of one rank, of a kind."""
     plain = {"batch_size": 4, "shuffle": True, "shuffle_window": 3, "seed": 7, "rank": rank, "world_size": ranks}
     names = ["a", "b"] if kind.startswith("mixture") else ["a"]
+    if kind == "flow":
+        options |= {"batch_size": 5, "transform": token_by_token, "rows": "many"}
     every = [dataset_of(open_table(lake / name), **plain | options, endless=kind == "endless") for name in names]
     if kind == "packed":
         return pack(dataset_of(open_table(lake / "a"), **plain | {"batch_size": 2}), length=5)
@@ -55,6 +64,10 @@ def read(lake: Path, kind: str, rank: int, ranks: int, **options: Any) -> Any:
         sources = {name: (one, 2.0 - at) for at, (name, one) in enumerate(zip(names, every, strict=True))}
         return mix(sources, exhausted="stop", granularity=kind.partition(" ")[2] or "row")
     return every[0]
+
+
+def token_by_token(row: dict[str, Any]) -> Any:
+    yield from ({"id": np.int64(token)} for token in row["tokens"].tolist())
 
 
 def keys_of(batch: Any) -> list[int]:
@@ -68,8 +81,11 @@ def keys_of(batch: Any) -> list[int]:
 class Job:
     """Attempts of one run. ``used`` has the keys of each step of the history."""
 
-    def __init__(self, lake: Path, kind: str, **options: Any) -> None:
+    def __init__(self, lake: Path, kind: str, *, memory: Path | None = None, **options: Any) -> None:
         self.lake, self.kind, self.options = lake, kind, options
+        self.captures: dict[str, Any] = {}
+        if memory is not None:
+            self.captures = {"capture_every": 1, "arenas": memory, "timeout_s": PATIENCE_S}
         self.storage = MemoryStorage()
         self.used: dict[int, list[int]] = {}
         self.sizes: dict[int, list[int]] = {}
@@ -87,12 +103,14 @@ class Job:
     ) -> int:
         """Take ``steps`` steps (None: to the end), of ``accumulate`` batches each, and save ``every`` so many. Returns
         the step that it began at."""
-        waiter = EventWaiter(self.storage)
+        waiter, savers = EventWaiter(self.storage), list[Any]()
 
         def body(rank: int, exchange: HubExchange) -> tuple[int, dict[int, list[list[int]]]]:
             found: dict[int, list[list[int]]] = {}
             loader = LakeLoader(read(self.lake, self.kind, rank, ranks, **self.options), num_workers=workers)
-            saver = manager(self.storage, {"reader": loader}, exchange=exchange, waiter=waiter, keep=99)
+            options = {"exchange": exchange, "waiter": waiter, "keep": 99, **self.captures}
+            saver = manager(self.storage, {"n": CountedTo(0), "reader": loader}, **options)
+            savers.append(saver)
             done = saver.restore(**restore or {})
             waiting: list[list[int]] = []
             last = None
@@ -101,6 +119,8 @@ class Job:
                 if len(waiting) < accumulate and not last.receipt.last:
                     continue
                 saver.step(last)
+                if isinstance(saver._saves, Background):
+                    saver._saves._engine.wait()
                 found[saver.steps_done], waiting = waiting, []
                 if saver.steps_done % every == 0:
                     saver.save()
@@ -110,6 +130,10 @@ class Job:
             return done, found
 
         results = good(run_ranks(ranks, body, waiters=[waiter]))
+        for saver in savers if self.captures else ():
+            saver._saves._engine.close()  # as the kernel does for a process that ends
+        if self.captures:
+            take_checksums(self.captures["arenas"])
         done = results[0][0]
         self.used = {step: keys for step, keys in self.used.items() if step <= done}
         self.sizes = {step: sizes for step, sizes in self.sizes.items() if step <= done}
@@ -185,11 +209,46 @@ def test_a_stream_goes_on_without_the_batches_of_steps_in_an_epoch_that_has_not_
     assert_full(job)
 
 
+def test_where_rows_yield_any_number_of_rows_the_steps_between_checkpoints_are_excluded_together(
+    lake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = [dist.HashStore() for _ in range(3)]
+    job = Job(lake, "flow")
+    for store, (ranks, steps, order) in zip(
+        stores, ((2, 13, None), (1, 4, {"step": 6, "exclude_steps": (10, 13)}), (2, None, None)), strict=True
+    ):
+        monkeypatch.setattr("lakeckpt.data.flows.ends.job_store", lambda world_size, store=store: store)
+        if order is not None:
+            excluded = job.keys(10, 13)
+            with pytest.raises(CheckpointMismatch, match=r"10 to 12 can be excluded together, but not 11 to 12"):
+                roll_back(job.storage, 6, exclude_steps=(11, 13))
+        job.attempt(steps, ranks=ranks, restore=order)
+    counts = Counter(job.keys())
+    missing = set(range(3 * ROWS)) - counts.keys()
+    assert max(counts.values()) == 1 and set(excluded) <= missing
+    # A row of which a part was used in these steps leaves the deal whole.
+    assert {token // 3 for token in missing} == {token // 3 for token in excluded}
+    report = audit(job.storage)
+    assert report.verdict == "except" and report.excluded == len({token // 3 for token in excluded}), report
+
+
+def test_a_cut_in_memory_that_has_gone_on_without_the_rows_is_restored_as_it_is(lake: Path, tmp_path: Path) -> None:
+    job = Job(lake, "rows", memory=tmp_path / "memory")
+    job.attempt(9, ranks=2)
+    excluded = job.keys(7, 9)
+    assert job.attempt(2, ranks=2, every=99, restore={"step": 6, "exclude_steps": (7, 9)}) == 6
+    assert job.attempt(2, ranks=2, every=99) == 8, "nothing was saved since step 6"
+    job.attempt(ranks=1)
+    assert Counter(job.keys()) == Counter(range(ROWS)) - Counter(excluded)
+    report = audit(job.storage)
+    assert report.headline == f"PROVED EXCEPT {len(excluded)} rows", report
+
+
 def test_steps_of_several_batches_are_excluded_with_all_of_them(lake: Path) -> None:
     job = Job(lake, "rows")
     job.attempt(9, ranks=2, accumulate=2, every=4)
-    excluded = job.keys(5, 7)
-    found, exclusions = roll_back(job.storage, 4, exclude_steps=(5, 7))
+    excluded = job.keys(7, 9)
+    found, exclusions = roll_back(job.storage, 4, exclude_steps=(7, 9))
     assert found.step == 4 and sum(one.positions.size for one in exclusions) == len(excluded) == 32
     for _ in range(2):  # until something is saved, each attempt excludes them anew
         assert job.attempt(2, ranks=1, accumulate=2, every=99) == 4
@@ -234,6 +293,26 @@ def test_the_commands_say_what_was_excluded_and_which_steps_had_used_it(
     assert '"left_out":[{"reason":"order","rows":8,"steps":[4,6]}]' in page.replace(" ", "")
 
 
+@pytest.mark.parametrize("kind", ["rows", "packed"])
+def test_an_epoch_that_was_not_begun_goes_on_without_the_batches_of_steps_on_another_number_of_lanes(
+    lake: Path, kind: str
+) -> None:
+    job = Job(lake, kind)
+    job.attempt(ranks=2)  # to the end of epoch 0, and saved there: 2 lanes
+    first = max(job.used)
+    job.attempt(7, ranks=4, every=7)  # 4 lanes
+    excluded = job.keys(first + 2, first + 5)
+    order = {"step": first, "exclude_steps": (first + 2, first + 5)}
+    assert job.attempt(2, ranks=1, every=2, restore=order) == first
+    assert job.attempt(ranks=3) == first + 2
+    every = range(ROWS) if kind == "rows" else range(3 * ROWS)
+    assert Counter(job.keys(first + 1)) == Counter(every) - Counter(excluded)
+    assert Counter(job.keys(1, first + 1)) == Counter(every)
+    report = audit(job.storage)
+    assert report.verdict == "except" and report.readers[0].epochs[1].status == "complete", report
+    assert all(size for sizes in job.sizes.values() for size in sizes)
+
+
 def test_an_order_that_cannot_be_carried_out_is_refused_with_the_reason(lake: Path) -> None:
     job = Job(lake, "rows")
     job.attempt(ranks=4)
@@ -250,6 +329,28 @@ def test_an_order_that_cannot_be_carried_out_is_refused_with_the_reason(lake: Pa
     loader = LakeLoader(read(lake, "rows", 0, 1))
     with pytest.raises(ConfigError, match="goes with step="):
         manager(job.storage, {"reader": loader}).restore(exclude_steps=(4, 5))
+
+
+def test_steps_of_which_the_log_has_no_rows_are_refused(lake: Path) -> None:
+    job = Job(lake, "rows")
+    job.attempt(9, ranks=2)
+    chain = read_history(job.storage).chain
+    with pytest.raises(CheckpointDamaged, match="the history before step 6 cannot be read"):
+        exclusions_of_steps(chain[1:], chain[0], (5, 7))
+    record = chain[-1].readers["reader"]
+    other = StepRecord(runs=(StepRun(first=9, count=1, start=Frontier(0, 9), stride=-1),))
+    jumped = replace(chain[-1], readers={"reader": replace(record, steps=other)})
+    with pytest.raises(CheckpointMismatch, match="other processes did the steps 7 to 9"):
+        exclusions_of_steps([*chain[:-1], jumped], chain[0], (8, 10))
+    with pytest.raises(CheckpointMismatch, match="no reader of them is in the manager's state"):
+        exclusions_of_steps([replace(one, readers={}) for one in chain], chain[0], (5, 7))
+    state = State.from_plain(record.state)
+    followed = replace(state, orders=(replace(state.identity, tail="carry"),))
+    with pytest.raises(ConfigError, match="it follows a growing table"):
+        of_micro_batch("reader", followed, epoch=0, loader_step=9, rank=0, attempt=0, step=10)
+    tailed = replace(chain[0], readers={"reader": replace(record, state=followed.to_plain())})
+    with pytest.raises(ConfigError, match="it follows a growing table"):
+        exclusions_of_steps(chain, tailed, (5, 7))
 
 
 def test_a_roll_back_begins_anew_with_what_it_names(lake: Path) -> None:
@@ -321,7 +422,7 @@ def test_the_law_holds_from_a_state_without_the_excluded_rows(lake: Path) -> Non
     used, excluded = job.keys(1, 4), job.keys(6, 8)
     chain = read_history(job.storage).chain
     exclusions = exclusions_of_steps(chain, chain[0], (6, 8))
-    state, _ = without_exclusions("reader", State.from_plain(chain[0].readers["reader"].state), exclusions, step=3)
+    _, state, _ = without_exclusions("reader", State.from_plain(chain[0].readers["reader"].state), exclusions, step=3)
     plain = state.to_plain()
     assert len(json.dumps(plain)) < len(json.dumps(chain[0].readers["reader"].state)) + 600
 

@@ -41,7 +41,7 @@ class Opening:
     """What a reader excludes where it goes on from a state."""
 
     begin: State
-    """The state as it was saved."""
+    """The state as it was saved; of an epoch of which nothing was read, in the lanes that it gets."""
     end: State
     """The same state without the excluded positions."""
     state: State
@@ -54,8 +54,7 @@ class Opening:
 def begun_at(plain: Mapping[str, Any], exclusions: Iterable[Exclusion], reader: str, *, step: int) -> Opening:
     """Return how ``reader`` goes on from the state ``plain`` of the whole job, at the cut of optimizer step ``step``,
     without ``exclusions``."""
-    begin = State.from_plain(plain)
-    end, excluded = without_exclusions(reader, begin, exclusions, step=step)
+    begin, end, excluded = without_exclusions(reader, State.from_plain(plain), exclusions, step=step)
     return Opening(begin=begin, end=end, state=end, step=step, excluded=excluded)
 
 

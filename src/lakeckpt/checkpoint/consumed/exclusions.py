@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from lakeckpt.checkpoint.format.manifest import Excluded, Exclusion
+from lakeckpt.core.changes import start
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.plan import Plan
 from lakeckpt.core.state import State
@@ -27,10 +28,12 @@ from lakeckpt.wire.documents import from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = [
+    "check_kind",
     "crashed",
     "exclusion_of",
     "exclusions_from_text",
     "exclusions_to_text",
+    "laid_out",
     "left_of",
     "of_micro_batch",
     "said_of_every",
@@ -58,6 +61,7 @@ def of_micro_batch(
             f"which rows of {reader!r} a micro-batch had depends on what its transform yielded, and no record has "
             "that, so they cannot be excluded: leave them out in the transform, or by filters= of a new run"
         )
+    check_kind(state, reader)
     if epoch != state.epoch:
         raise ConfigError(
             f"the micro-batch is of epoch {epoch} of {reader!r}, and the cut lies in epoch {state.epoch}: its rows can "
@@ -81,6 +85,15 @@ def of_micro_batch(
             for each, positions in sorted(pairs.items())
         ]
     return tuple(replace(one, reason="crash", micro_batch=receipt.micro_batch) for one in found)
+
+
+def check_kind(state: State, reader: str) -> None:
+    """Raise `ConfigError` if nothing of the stream of ``state`` can be excluded."""
+    if any(one.tail == "carry" for one in state.orders):
+        raise ConfigError(
+            f"nothing of {reader!r} can be excluded: it follows a growing table, whose tranches are joined from the "
+            "rows that are left. Begin a new run, with filters= that leave the rows out"
+        )
 
 
 def withdrawn(exclusions: Iterable[Exclusion], why: str) -> _Every:
@@ -145,16 +158,34 @@ def left_of(seen: State, one: Exclusion) -> Intervals:
     return left
 
 
+def laid_out(state: State, one: Exclusion) -> State:
+    """Return ``state`` with the lanes of the layout of an exclusion, if nothing of its epoch was read: then the number
+    of lanes is free. Of a mixture it is not, because its sources share their lanes."""
+    is_free = state.is_start and state.mixing is None and state.epoch == one.epoch
+    lanes, batch_size, world_size = state.segment.topology
+    if not is_free or lanes == one.num_lanes:
+        return state
+    world_size = world_size if one.num_lanes % world_size == 0 else 1
+    return start(
+        state.identity, epoch=state.epoch, num_lanes=one.num_lanes, batch_size=batch_size, world_size=world_size
+    )
+
+
 def without_exclusions(
     reader: str, state: State, exclusions: Iterable[Exclusion], *, step: int
-) -> tuple[State, tuple[Excluded, ...]]:
-    """Return ``state``, of the whole job, without what is left of the ``exclusions`` of ``reader``; and what is
-    excluded, as the record of optimizer step ``step`` + 1 has it. `StateMismatch` as `left_of`, if that was ordered."""
+) -> tuple[State, State, tuple[Excluded, ...]]:
+    """Return ``state``, of the whole job, as the epoch is laid out; the same without what is left of the ``exclusions``
+    of ``reader``; and what is excluded, as the record of optimizer step ``step`` + 1 has it. `StateMismatch` as
+    `left_of`, if that was ordered."""
+    exclusions = [one for one in exclusions if one.reader == reader and not one.withdrawn]
+    first = next((one for one in exclusions if one.epoch == state.epoch), None)
+    if first is not None:
+        state = laid_out(state, first)
     names: list[str | None] = [None] if state.mixing is None else [*state.mixing.names]
     positions: list[dict[int, Intervals]] = [{} for _ in names]
     found = []
     for one in exclusions:
-        if one.reader != reader or one.withdrawn or one.source not in names:
+        if one.source not in names:
             continue
         number = names.index(one.source)
         try:
@@ -177,7 +208,7 @@ def without_exclusions(
                     steps=one.steps,
                 )
             )
-    return (excluding(state, positions, state.orders) if found else state), tuple(found)
+    return state, (excluding(state, positions, state.orders) if found else state), tuple(found)
 
 
 def _is_below(step: int, stop: int | None) -> bool:

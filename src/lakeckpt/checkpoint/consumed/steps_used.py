@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lakeckpt.checkpoint.consumed.exclusions import exclusion_of, left_of, said_of_exclusion
+from lakeckpt.checkpoint.consumed.exclusions import check_kind, exclusion_of, laid_out, left_of, said_of_exclusion
 from lakeckpt.checkpoint.consumed.source_records import SourceRecord, by_source
 from lakeckpt.checkpoint.format.manifest import Exclusion, Manifest
 from lakeckpt.core.consumption import consumption
@@ -124,6 +124,11 @@ def exclusions_of_steps(
             for at, seen in by_source(name, record).items():
                 for one in _of_record(name, at, seen, manifest, 0 if before is None else before.step, steps):
                     _add(found, one)
+    if not found:
+        raise CheckpointMismatch(
+            f"the log has no rows of the steps {first:,} to {stop - 1:,}: no reader of them is in the manager's state. "
+            "Put the LakeLoader into it"
+        )
     for one in found:
         _check(one, goes_back_to)
     return tuple(found)
@@ -186,6 +191,8 @@ def _check(one: Exclusion, goes_back_to: Manifest) -> None:
             f"{said_of_exclusion(one)} cannot be excluded: the checkpoint of step {goes_back_to.step:,} has no such "
             "reader"
         )
+    check_kind(seen, one.reader)
+    seen = laid_out(seen, one)
     try:
         left = left_of(seen, one)
     except StateMismatch as error:

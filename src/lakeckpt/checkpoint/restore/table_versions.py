@@ -96,7 +96,7 @@ def _without(records: Mapping[str, ReaderRecord], exclusions: tuple[Exclusion, .
     found = dict(records)
     for name in names & records.keys():
         if not depends_on_data(records[name].state):
-            state, _ = without_exclusions(name, State.from_plain(records[name].state), exclusions, step=0)
+            _, state, _ = without_exclusions(name, State.from_plain(records[name].state), exclusions, step=0)
             found[name] = replace(records[name], state=state.to_plain())
     return found
 

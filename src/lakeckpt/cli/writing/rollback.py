@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _steps(text: str) -> tuple[int, int]:
     first, _, stop = text.partition(":")
+    if not (first.isdecimal() and stop.isdecimal()):
+        raise argparse.ArgumentTypeError(f"two steps with a colon between them, such as 120:130, got {text!r}")
     return int(first), int(stop)
 
 
