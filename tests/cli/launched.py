@@ -88,6 +88,8 @@ def main(folder: Path, kills: list[int], workers: int, method: str, mode: str) -
             optimizer.zero_grad()
             manager.step(batch)
             done += 1
+            if mode == "bad cut" and done == 5:
+                manager.wait()  # there is a checkpoint to go back to
             note = {"attempt": attempt, "step": done, "at": time.time(), "ids": batch["id"].tolist()}
             print(json.dumps(note), file=notes, flush=True)
     if rank == 0:
