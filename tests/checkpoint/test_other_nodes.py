@@ -14,7 +14,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.restore.restorer import RestoreReport
+from lakeckpt.checkpoint.restore.report import RestoreReport
 from lakeckpt.errors import DamageWarning
 from tests.checkpoint.agent.rig import take_checksums
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, Reader, good, manager, run_ranks

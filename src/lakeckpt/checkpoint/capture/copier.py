@@ -58,6 +58,7 @@ class Capture:
         moved, fenced = self.slices.moved_bytes, self.slices.late_bytes + self.slices.fenced_bytes
         if complete:
             counters.captures += 1
+            counters.captured_s = time.time()
             counters.capture_s += time.perf_counter() - self.begun_s
         counters.fence_bytes += fenced
         if paces:
