@@ -152,7 +152,10 @@ class Background:
                 self._order_ready()
             self._send_documents(documents)
             good = checked_metric(metric)
+            is_again = self._captured == step  # a capture of this cut is complete: the order must not name that
             captured = self._has_captured(step) or self._capture(step, pending, must=True, patient=patient)
+            if is_again:
+                self._engine.finish()
             if not captured and not self._pending:
                 raise SaveFailed(
                     f"step {step} was not captured: no memory of the arena was to spare, though nothing is being "
