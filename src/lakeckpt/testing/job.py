@@ -100,9 +100,8 @@ class Job:
 
     def _begin_where_loaded(self) -> None:
         """If ``make_loader`` has loaded a state, the history begins there: what it has consumed counts as observed."""
-        state = State.from_plain(self.loaders[0].state_dict())
-        if not state.is_start:
-            self.observed.positions.update(consumed(state))
+        if self.dataset._progress.begun:
+            self.observed.positions.update(consumed(State.from_plain(self.loaders[0].state_dict())))
 
     def _restore(self, saved: SavedStates) -> None:
         same = (saved.topology.world_size, saved.topology.num_workers) == (
