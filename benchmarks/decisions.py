@@ -14,6 +14,7 @@ import multiprocessing
 import statistics
 import time
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from benchmarks.measure import show
 from lakeckpt.recovery.decide import Decision, decide
 from lakeckpt.recovery.facts import CutId, Holding, NodeFacts
+from lakeckpt.recovery.shares import ShareList
 from lakeckpt.tracking.exchange import StoreExchange
 from lakeckpt.tracking.key_waits import KeyWaits
 from lakeckpt.tracking.rounds import facts_to_bytes
@@ -69,10 +71,17 @@ def node_facts(at: int, ranks_of_node: int, world_size: int, moved: int) -> Node
     first = at * ranks_of_node
     ranks = tuple(range(first, first + ranks_of_node))
     here = tuple((rank + moved * ranks_of_node) % world_size for rank in ranks)
-    share = b"x" * 16 * ranks_of_node if moved else b""
+    shares = _shares(world_size)
     cuts = [CutId(attempt=0, step=1000 - age) for age in range(4)]
-    held = (Holding(cut=cut, digest=b"d" * 16, world=world_size, ranks=ranks, shares=share) for cut in cuts)
-    return NodeFacts(node=f"node-{at:04d}", ranks=here, holdings=tuple(held))
+    held = (Holding(cut=cut, digest=b"d" * 16, world=world_size, ranks=ranks, listed=shares.digest) for cut in cuts)
+    address, lists = f"10.0.{at // 256}.{at % 256}:43210", (shares.document,)
+    return NodeFacts(node=f"node-{at:04d}", ranks=here, holdings=tuple(held), address=address, lists=lists)
+
+
+@cache
+def _shares(world_size: int) -> ShareList:
+    """Return the list of a job whose ranks all hold the same, as under data parallelism."""
+    return ShareList.of([b"the same"] * world_size)
 
 
 def act(client: int, port: int, options: argparse.Namespace) -> None:

@@ -56,6 +56,7 @@ def test_an_optimizer_that_divides_its_state_over_ranks_by_itself_is_refused_at_
         ({"bubbles": 3}, "bubbles is a lakeckpt.bubbles.Bubbles, .*, got 3"),
         ({"arenas": 3, "capture_every": 1}, "arenas is the path of a folder, .*, got 3"),
         ({"arenas": 3}, "arenas is the path of a folder"),
+        ({"peers": "copy"}, "peers is None .* or False .*, got 'copy': copies .* are not made yet"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_each_by_its_name(options: dict[str, Any], message: str) -> None:

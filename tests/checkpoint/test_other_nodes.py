@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -56,15 +57,18 @@ def job(
     saves_at: int = 0,
     own: bool = False,
     skips: int = -1,
+    peers: Literal[False] | None = None,
+    in_step: bool = False,
 ) -> list[Came]:
     """Run a rank for each of ``folders``, its node's memory; it dies after so many ``steps``, all captured but
     the first one after an arena was made. ``own``: ranks have buffers of their own. ``skips``: the rank that skips a
-    batch at its second step."""
+    batch at its second step. ``in_step``: no rank is a step ahead of another, as after a collective."""
     waiter, savers = EventWaiter(storage), []
+    barrier = threading.Barrier(len(folders) if in_step else 1)
 
     def body(rank: int, exchange: HubExchange) -> Came:
         objects = objects_of(seed, rank, len(folders), own)
-        options: dict[str, Any] = {"capture_every": 1, "arenas": folders[rank], "timeout_s": PATIENCE_S}
+        options: dict[str, Any] = {"capture_every": 1, "arenas": folders[rank], "timeout_s": PATIENCE_S, "peers": peers}
         saver = manager(storage, objects, exchange=exchange, waiter=waiter, **options)
         savers.append(saver)
         step, restored, batches = saver.restore(), state_of(objects), iter(objects["reader"])
@@ -77,6 +81,7 @@ def job(
             saver.step()
             assert isinstance(saver._saves, Background)
             saver._saves._engine.wait()
+            barrier.wait(PATIENCE_S)
             if number == saves_at:
                 saver.save()
         return Came(step=step, restored=restored, report=saver.restore_report, reached=state_of(objects))
@@ -100,13 +105,25 @@ def test_ranks_that_changed_their_nodes_go_on_from_the_replicas_there(tmp_path: 
 
 
 def test_a_rank_does_not_take_what_another_rank_has_of_its_own(tmp_path: Path) -> None:
+    """It reads its own from the node that it was on before."""
+    storage, nodes = MemoryStorage(), [tmp_path / "a", tmp_path / "b"]
+    before = job(storage, nodes, steps=5, seed=0, saves_at=2, own=True)
+    after = job(storage, nodes[::-1], steps=1, seed=9, own=True)
+    assert [one.restored for one in after] == [one.reached for one in before]
+    for one in after:
+        assert one.step == 5 and one.report is not None and one.report.captured == 5 and one.report.checked
+        assert one.report.read.keys() == {"other nodes"} and one.report.read["other nodes"] > 0
+
+
+def test_nodes_that_open_no_socket_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     storage, nodes = MemoryStorage(), [tmp_path / "a", tmp_path / "b"]
     job(storage, nodes, steps=5, seed=0, saves_at=2, own=True)
-    after = job(storage, nodes[::-1], steps=1, seed=9, own=True)
+    after = job(storage, nodes[::-1], steps=1, seed=9, own=True, peers=False)
     for one in after:
         assert one.step == 2 and one.report is not None and one.report.captured is None
         assert len(one.report.passed_over) == 3 and "step 5 of attempt 0: rank 0 on " in one.report.passed_over[0]
-        assert "cannot read what rank 0 captured: only other nodes hold it" in one.report.passed_over[0]
+        assert "cannot read what rank 0 captured: only nodes without an address hold it" in one.report.passed_over[0]
+        assert one.report.read.keys() == {"storage"}
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 1), (1, 2)])

@@ -322,7 +322,7 @@ def test_memory_that_cannot_be_looked_at_is_told(tmp_path: Path, monkeypatch: py
     storage = MemoryStorage()
     dead, (second, _, _) = killed_at_5(storage, tmp_path)
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise PermissionError("no")
 
     objects = objects_of(3)

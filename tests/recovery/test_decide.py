@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, combinations, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.recovery.decide import Decision, decide
-from lakeckpt.recovery.facts import UNKNOWN, CutId, Holding, NodeFacts
+from lakeckpt.recovery.decide import Decision, Source, decide
+from lakeckpt.recovery.facts import CutId, Holding, NodeFacts
+from lakeckpt.recovery.shares import UNKNOWN, ShareList
 
 SHARES = [UNKNOWN, b"a" * 16, b"b" * 16]
 DIGESTS = [b"1" * 16, b"2" * 16]
+
+
+def subsets(every: Iterable[int]) -> list[tuple[int, ...]]:
+    several = list(every)
+    return list(chain.from_iterable(combinations(several, count) for count in range(len(several) + 1)))
 
 
 def cut_at(step: int, attempt: int = 0) -> CutId:
@@ -43,14 +51,19 @@ def test_each_rank_reads_its_own_share_of_the_newest_step_that_all_have() -> Non
         node("a", (0, 1), held(7, 0, 1), held(6, 0, 1)), node("b", (2, 3), held(7, 2), held(6, 2, 3), held(5, 2, 3))
     )
     assert (found.cut, found.world, found.copies) == (cut_at(6), 4, {})
-    assert found.passed_over == ((cut_at(7), "no node holds what rank 3 captured"),)
+    assert reason(found) == "no node holds what rank 3 captured, and no replica of it is known"
 
 
 def test_ranks_that_changed_their_nodes_read_shares_that_are_alike() -> None:
     a, b = held(7, 0, 1, shares="xx"), held(7, 2, 3, shares="xx")
     found = decided(node("a", (2, 3), a), node("b", (0, 1), b))
     assert found.cut == cut_at(7) and found.is_alike and found.copies == {}
-    assert [found.shares_of(rank, 4, held) for rank, held in ((2, {0, 1}), (0, {2, 3}), (3, {3}))] == [[0], [2], [3]]
+    reads = [found.reads(rank, 4, held) for rank, held in ((2, {0, 1}), (0, {2, 3}), (3, {3}))]
+    assert [[one.rank for one in places[rank]] for places, rank in zip(reads, (2, 0, 3), strict=True)] == [
+        [0, 1],
+        [2, 3],
+        [3],
+    ]
 
 
 def test_ranks_of_a_mesh_read_the_share_of_their_replica_alone() -> None:
@@ -64,16 +77,16 @@ def test_a_share_that_only_another_node_holds_is_named(shares: tuple[str, str]) 
         node("a", (2, 3), held(7, 0, 1, shares=shares[0])), node("b", (0, 1), held(7, 2, 3, shares=shares[1]))
     )
     assert found.cut is None
-    assert reason(found) == "ranks 2-3 on a cannot read what ranks 2-3 captured: only other nodes hold it"
+    assert reason(found) == "ranks 2-3 on a cannot read what ranks 2-3 captured: only nodes without an address hold it"
 
 
 def test_other_numbers_of_ranks_read_all_shares_of_their_node() -> None:
     for world_size in (1, 2, 3, 8):
         ranks = tuple(range(world_size))
         found = decided(node("a", ranks, held(7, 0, 1, 2, 3)), world_size=world_size)
-        assert found.cut == cut_at(7) and found.shares_of(0, world_size, {0, 1, 2, 3}) == [0, 1, 2, 3]
+        assert found.cut == cut_at(7) and list(found.reads(0, world_size, {0, 1, 2, 3})) in ([0], [0, 1, 2, 3])
     found = decided(node("a", (0,), held(7, 0, 1)), node("b", (1,), held(7, 2, 3)), world_size=2)
-    assert reason(found) == "rank 0 on a cannot read what ranks 2-3 captured: only other nodes hold it"
+    assert reason(found) == "rank 0 on a cannot read what ranks 2-3 captured: only nodes without an address hold it"
     a, b = held(7, 0, 1, shares="xx"), held(7, 2, 3, shares="xx")
     assert decided(node("a", (0,), a), node("b", (1,), b), world_size=2).cut == cut_at(7)
     assert decided(node("a", (0, 1), held(7, 0, 1, 2, 3)), node("b", ()), world_size=2).cut == cut_at(7)
@@ -97,6 +110,89 @@ def test_a_cut_that_was_tried_and_one_of_another_history_are_passed_over() -> No
     assert [cut.step for cut, _ in found.passed_over] == [8, 7]
 
 
+MESHES = {"all alike": "xxxx", "two replicas": "xyxy", "no replicas": "wxyz"}
+LISTS = {name: ShareList.of([letter.encode() for letter in letters]) for name, letters in MESHES.items()}
+TWO_NODES = [(set(a), set(b)) for a in subsets(range(4)) for b in subsets(range(4))]
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, ""])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_cut_is_taken_if_each_share_can_be_read_whatever_two_nodes_hold(mesh: str, world_size: int) -> None:
+    """Every way in which two nodes hold four shares, are reached by the other one, and run the ranks."""
+    letters = MESHES.get(mesh, "wxyz")
+    named = {"listed": LISTS[mesh].digest} if mesh else {}
+    lists = (LISTS[mesh].document,) if mesh else ()
+    half = world_size // 2
+    for (a, b), reach, split in product(TWO_NODES, product(("", "a:1"), ("", "b:1")), {0, half, world_size}):
+        places = [(a, reach[0], range(split)), (b, reach[1], range(split, world_size))]
+        nodes = []
+        for here, address, ranks in places:
+            one = Holding(cut=cut_at(7), digest=DIGESTS[0], world=4, ranks=tuple(sorted(here)), **named)
+            holdings = (one,) if here else ()
+            nodes.append(
+                NodeFacts(node="n", ranks=tuple(ranks), holdings=holdings, address=address, lists=lists if here else ())
+            )
+        found = decided(*nodes, world_size=world_size)
+        wanted = [
+            (own, other if address else set(), [letters[rank] for rank in (ranks if world_size == 4 else range(4))])
+            for (own, _, ranks), (other, address, _) in (places, places[::-1])
+            if ranks
+        ]
+        can = {letters[rank] for rank in a | b} == set(letters) and all(
+            letter in {letters[rank] for rank in own | other} for own, other, needs in wanted for letter in needs
+        )
+        assert (found.cut is not None) == can, (a, b, reach, split, found)
+        for (here, _, ranks), at_address in zip(places, ({"b:1": b}, {"a:1": a}), strict=True):
+            for rank in ranks if can else ():
+                _check_reads(found.reads(rank, world_size, here), here, {**at_address, **_own(places)}, letters)
+
+
+def _own(places: list[tuple[set[int], str, range]]) -> dict[str, set[int]]:
+    return {address: here for here, address, _ in places if address}
+
+
+def _check_reads(reads: Mapping[int, Sequence[Source]], here: set[int], at: dict[str, set[int]], letters: str) -> None:
+    for share, places in reads.items():
+        assert places
+        for one in places:
+            assert one.rank in (at[one.address] if one.address else here)
+            assert letters[one.rank] == letters[share]
+        assert not here & {rank for rank in range(4) if letters[rank] == letters[share]} or not places[0].address
+        assert share not in here or places[0] == Source(rank=share)
+
+
+def test_a_lost_share_is_read_from_a_replica_and_its_owner_is_asked_first() -> None:
+    mesh = LISTS["two replicas"]
+    one = replace(held(7, 0, 1, 2), listed=mesh.digest)
+    found = decided(
+        NodeFacts(node="a", ranks=(0, 1), holdings=(one,), address="a:1", lists=(mesh.document,)),
+        NodeFacts(node="b", ranks=(2, 3), address="b:1"),
+    )
+    assert found.reads(2, 4, ()) == {2: (Source(rank=2, address="a:1"),)}
+    assert found.reads(3, 4, ()) == {3: (Source(rank=1, address="a:1"),)}
+
+
+def test_shares_that_one_list_tells_apart_are_different() -> None:
+    """One rank had not learned the newer list when it captured the cut."""
+    older, newer = LISTS["all alike"], LISTS["two replicas"]
+    nodes = [
+        NodeFacts(
+            node=name,
+            ranks=ranks,
+            holdings=(replace(held(7, rank), listed=one.digest),),
+            address=f"{name}:1",
+            lists=(one.document,),
+        )
+        for name, ranks, rank, one in (("a", (0, 1), 0, older), ("b", (2, 3), 2, newer))
+    ]
+    assert reason(decided(*nodes)) == "no node holds what ranks 1, 3 captured, and no replica of it is known"
+
+
+def test_a_share_that_is_lost_and_of_which_nobody_knows_a_replica_is_named() -> None:
+    found = decided(NodeFacts(node="a", ranks=(0, 1, 2, 3), holdings=(held(7, 0, 1, 2),), address="a:1"))
+    assert reason(found) == "no node holds what rank 3 captured, and no replica of it is known"
+
+
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[list[NodeFacts], int]:
     """Nodes with whatever in their memory, and the number of ranks that run there."""
@@ -113,12 +209,12 @@ def jobs(draw: st.DrawFn) -> tuple[list[NodeFacts], int]:
             digest = draw(st.sampled_from([DIGESTS[0], DIGESTS[0], DIGESTS[1]]))
             holdings[cut] = Holding(cut=cut, digest=digest, world=world, ranks=ranks, shares=shares)
         here = tuple(rank for rank, place in enumerate(places) if place == at)
-        nodes.append(NodeFacts(node=f"n{at}", ranks=here, holdings=tuple(holdings.values())))
+        nodes.append(NodeFacts(node=f"n{at}", ranks=here, holdings=tuple(holdings.values()), address=f"n{at}:1"))
     return nodes, world_size
 
 
 def _reads_well(found: Decision, nodes: list[NodeFacts], world_size: int) -> bool:
-    """Whether each rank reads shares that its node holds, all of one digest, and of its own id."""
+    """Whether each rank reads shares that the nodes hold where it reads them, all of one digest, and of its own id."""
     every = [one for node in nodes for one in node.holdings if one.cut == found.cut and one.world == found.world]
     for digest in {one.digest for one in every}:
         ids: dict[int, set[bytes]] = {}
@@ -127,24 +223,38 @@ def _reads_well(found: Decision, nodes: list[NodeFacts], world_size: int) -> boo
                 ids.setdefault(rank, set()).add(share)
         if ids.keys() != set(range(found.world)):
             continue
-        ok = True
-        for node in nodes:
-            here = {
-                r: s
+        at = {
+            node.address: {
+                rank: share
                 for one in node.holdings
                 if one.cut == found.cut and one.digest == digest
-                for r, s in one.by_rank.items()
+                for rank, share in one.by_rank.items()
             }
-            for rank in node.ranks:
-                reads = found.shares_of(rank, world_size, here)
-                ok &= bool(reads) and set(reads) <= here.keys()
-                if found.world == world_size:
-                    ok &= reads == [rank] or here[reads[0]] in ids[rank] - {UNKNOWN}
-                elif len(reads) < found.world:
-                    ok &= len({one for several in ids.values() for one in several} - {UNKNOWN}) == 1
-        if ok:
+            for node in nodes
+        }
+        if all(_reads_what_it_is(found, ids, at, node, rank, world_size) for node in nodes for rank in node.ranks):
             return True
     return False
+
+
+def _reads_what_it_is(
+    found: Decision,
+    ids: dict[int, set[bytes]],
+    at: dict[str, dict[int, bytes]],
+    node: NodeFacts,
+    rank: int,
+    world_size: int,
+) -> bool:
+    reads = found.reads(rank, world_size, at[node.address])
+    wanted = [rank] if found.world == world_size else range(found.world)
+    if any(found.stand_in(one, reads) not in reads for one in wanted) or not all(reads.values()):
+        return False
+    return all(
+        source.rank in at[source.address or node.address]
+        and (source.rank == share or at[source.address or node.address][source.rank] in ids[share] - {UNKNOWN})
+        for share, places in reads.items()
+        for source in places
+    )
 
 
 @given(jobs(), st.integers(0, 3), st.sets(st.integers(1, 3)))
@@ -176,6 +286,7 @@ def test_a_cut_that_all_ranks_hold_themselves_is_never_passed_over(job: tuple[li
             node=node.node,
             ranks=node.ranks,
             holdings=(*node.holdings, Holding(cut=best, digest=DIGESTS[0], world=world_size, ranks=node.ranks)),
+            address=node.address,
         )
         for node in nodes
     ]

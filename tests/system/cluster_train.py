@@ -2,7 +2,8 @@
 
 The table lies in ``table`` of the working directory, and the run in ``run``. A step takes at least 0.3 s until the file
 ``hurry`` is there, so that a test meets the job in the middle. Notes have the number that the run gave an attempt.
-``MANAGER`` in the environment has arguments of the manager, as JSON.
+``MANAGER`` in the environment has arguments of the manager, as JSON; ``HSDP`` divides the model over the ranks of each
+of two nodes. What each rank restored is noted in ``restored.jsonl``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lakeckpt
@@ -27,7 +30,11 @@ EPOCH = 1_000
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    model: torch.nn.Module = torch.nn.Linear(1, 4)
+    if "HSDP" in os.environ:  # replicas on two nodes, each divided over the ranks of its node
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s")))
+    else:
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = lakeckpt.ReadOptions(num_lanes=24)
     dataset = lakeckpt.LakeDataset("table", batch_size=4, shuffle=True, seed=7, options=options)
@@ -37,15 +44,20 @@ def main() -> None:
     with lakeckpt.CheckpointManager("run", state, **arguments) as manager:
         step = manager.restore()
         assert manager.restore_report is not None
-        os.environ["ATTEMPT"] = str(manager.restore_report.attempt)
+        report = manager.restore_report
+        os.environ["ATTEMPT"] = str(report.attempt)
+        with open("restored.jsonl", "a") as file:
+            what = {"attempt": report.attempt, "rank": dist.get_rank(), "step": step, "captured": report.captured}
+            file.write(json.dumps({**what, "read": dict(report.read), "passed_over": report.passed_over}) + "\n")
         for _ in range(loader.epoch, EPOCHS):
             for batch in loader:
-                loss = (model(batch["x"][:, None])[:, 0] - batch["y"]).square().sum()
+                step += 1
+                # Before its gradients reach the others: they may go on from this step if this rank dies in it.
+                note(step, (batch["id"] + EPOCH * batch.receipt.epoch).tolist())
+                loss = (model(batch["x"][:, None]).sum(1) - batch["y"]).square().sum()
                 optimizer.zero_grad()
                 (loss / max(1, batch.receipt.rows) * batch.receipt.weight).backward()
                 optimizer.step()
-                step += 1
-                note(step, (batch["id"] + EPOCH * batch.receipt.epoch).tolist())
                 manager.step(batch)
                 if not Path("hurry").exists():
                     time.sleep(0.3)

@@ -36,6 +36,12 @@ class Node:
             )
         self._started.append(one)
 
+    def move(self, address: str) -> None:
+        """Give this node another address."""
+        _ip("-n", self.name, "address", "delete", f"{self.address}/24", "dev", "cable")
+        self.address = address
+        _ip("-n", self.name, "address", "add", f"{self.address}/24", "dev", "cable")
+
     def statuses(self) -> list[int | None]:
         """Return the exit statuses of what was started; None for what runs."""
         return [process.poll() for process in self._started]

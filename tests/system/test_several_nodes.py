@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,20 +18,30 @@ def nodes() -> Iterator[tuple[Node, Node]]:
         yield pair
 
 
-def start(node: Node, nodes: tuple[Node, Node], job: ClusterJob, *, count: str) -> None:
-    """Run the page's command on ``node``; the first node has the rendezvous. The nodes have no names, but addresses."""
-    command = block_of("several-nodes.md", "bash").replace("\\\n", " ").replace("node1:", f"{nodes[0].address}:")
+def start(
+    node: Node,
+    nodes: tuple[Node, Node],
+    job: ClusterJob,
+    *,
+    count: str,
+    host: int = 0,
+    ranks: int = 1,
+    own: Mapping[str, str] | None = None,
+) -> None:
+    """Run the page's command on ``node``; the node of number ``host`` has the rendezvous. The nodes have no names, but
+    addresses. ``own``: more of its environment; ``ranks``: how many processes it runs."""
+    command = block_of("several-nodes.md", "bash").replace("\\\n", " ").replace("node1:", f"{nodes[host].address}:")
     setting, *words = shlex.split(command)
     name, value = setting.split("=")
-    is_host = str(node is nodes[0]).lower()
-    own = {
+    is_host = str(node is nodes[host]).lower()
+    given = {
         "--nnodes": count,
-        "--nproc-per-node": "1",
+        "--nproc-per-node": str(ranks),
         "--local-addr": node.address,
         "--rdzv-conf": f"is_host={is_host},last_call_timeout=5,keep_alive_interval=1",
     }
-    options = [*words[:-1], *(f"{name}={value}" for name, value in own.items())]
-    node.start([*options, words[-1]], folder=job.folder, environment={**job.environment, name: value})
+    options = [*words[:-1], *(f"{name}={value}" for name, value in given.items())]
+    node.start([*options, words[-1]], folder=job.folder, environment={**job.environment, name: value, **(own or {})})
 
 
 def test_a_node_dies_and_comes_back_and_every_row_counts_once(nodes: tuple[Node, Node], tmp_path: Path) -> None:

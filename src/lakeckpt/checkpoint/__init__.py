@@ -4,7 +4,8 @@
 
     training loop → [manager] ([arguments], [ranks], [closing]): restore, step, save, wait, close
                         |
-           restore      |  [restore/] ← newest checkpoint, or a cut in memory; then [opening] makes what saves
+           restore      |  [restore/] ← newest checkpoint, or a cut in memory: of this node, or by [peers/] of others
+                        |  then [opening] makes what saves
                         v
            a step       [consumed/]: which rows were used → [schedule]: does a save fall here? [preemption/]: a signal?
                         |

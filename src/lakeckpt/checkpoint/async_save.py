@@ -29,9 +29,11 @@ from lakeckpt.checkpoint.consumed.tracks import Journal, Pending, ReaderTrack
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.keep import checked_metric
 from lakeckpt.checkpoint.format.parts import SaveId
+from lakeckpt.checkpoint.peers.alike import ShareFinder
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.indexes import Document, documents_of_all
 from lakeckpt.checkpoint.report import Saved
+from lakeckpt.core.state import depends_on_data
 from lakeckpt.errors import (
     ArenaError,
     CaptureWarning,
@@ -104,6 +106,7 @@ class Background:
         self._has_reported = False  # that there is no arena any more
         self._passed_on: set[Obstacle] = set()  # to the agent
         self._next_look_s = float("-inf")
+        self._finder = ShareFinder(exchange, rank=exchange.rank, world_size=exchange.world_size, now=waiter.now)
 
     # --- cuts
 
@@ -117,6 +120,9 @@ class Background:
         failure: Exception | None = None
         self._order_ready()  # the failure of a save goes with its order
         self._last = (step, self._journal.pending(step))
+        is_alone = any(depends_on_data(one[-1].record.state) for one in self._last[1].values())
+        self._finder.begins(step, is_alone=is_alone)
+        self._finder.look()
         try:
             if self._capture(*self._last, must=False):
                 self._has_reported = False
@@ -211,7 +217,8 @@ class Background:
                 self._engine.wait()  # a complete capture then makes room
             # With several ranks, no rank knows what the others have complete.
             common = self._engine.completed if self._exchange.world_size == 1 else None
-            if self._engine.cut(cut, digest=digest, readers=readers, common=common, must=must):
+            named = self._finder.named
+            if self._engine.cut(cut, digest=digest, readers=readers, common=common, must=must, named=named):
                 self._captured, self._has_had_arena = step, True
                 return True
             if not patient or not self._pending or self._waiter.now() > deadline_s:

@@ -74,6 +74,8 @@ class CheckpointManager(Closing):
             then a path or URL, not a `Storage`, and ``storage_options`` are plain values: the process opens both again.
             None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
+        peers: None: while a job of several nodes restores, its nodes read from each other's memory what they lack
+            (docs/how-to/several-nodes.md). False: no socket is opened for that.
         bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. Each
             checkpoint records how long ranks waited, and which share of the bytes moved meanwhile.
         backups: copies of the run that its agent keeps at other places, as `lakeckpt copy` does (`lakeckpt.Backup`).
@@ -112,6 +114,7 @@ class CheckpointManager(Closing):
         persist_every: int | timedelta | None = None,
         capture_every: int | None = None,
         arenas: str | PathLike[str] | None = None,
+        peers: Literal[False] | None = None,
         bubbles: Bubbles | None = None,
         backups: Collection[Backup] = (),
         keep: int | Keep = 3,
@@ -131,7 +134,7 @@ class CheckpointManager(Closing):
     ) -> None:
         self._objects = checked_state(state)
         fail_after_s = check_settings(fail_after, timeout_s)
-        check_capturing(capture_every, arenas, bubbles)
+        check_capturing(capture_every, arenas, bubbles, peers)
         every = interval_of(persist_every)
         self._storage = opened(uri, storage_options)
         node = ArenaFolder(arenas).path
@@ -155,7 +158,9 @@ class CheckpointManager(Closing):
         self._preemption = Preemption(
             save_on, self._exchange, lambda: reporter.saved_step, grace_s=grace_s, requeue=requeue
         )
-        shared = {"keep": self._settings.keep, "fail_after": fail_after_s, "exclusive": exclusive, "max_excluded": most}
+        self._serves = peers is None
+        shared = {"keep": self._settings.keep, "fail_after": fail_after_s, "exclusive": exclusive, "peers": peers}
+        shared["max_excluded"] = most
         self._shared = shared_settings(
             persist_every=str(every), capture_every=capture_every, save_on=self._preemption.names, **shared
         )
@@ -200,7 +205,7 @@ class CheckpointManager(Closing):
         source_options: Mapping[str, Any] | None = None,
     ) -> int:
         """Restore the newest checkpoint that is whole (with ``capture_every``: or the newest cut that the ranks
-        can read from their nodes' memory), and begin an attempt; call it once, before the first step. ``allow_missing``
+        can read from the memory of nodes), and begin an attempt; call it once, before the first step. ``allow_missing``
         names objects that joined the state after it was saved: if it does not hold them, they keep the state that they
         have.
 
@@ -243,6 +248,7 @@ class CheckpointManager(Closing):
             arenas=arenas,
             allow_missing=missing,
             aftermath=self._aftermath,
+            serves=self._serves,
             copies=None if source is None else partial(RunCopy, opened(source, source_options), self._storage),
         ).restore(self._presence)
         # If one rank cannot begin, none does: the others would wait for it at the first save.

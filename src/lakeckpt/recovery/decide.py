@@ -1,34 +1,49 @@
 """This module decides which cut in memory a job restores, and where each rank reads its share of the cut.
 
 `decide` is a pure function of the facts of all nodes. It takes the newest cut that goes on from the history, that is
-*complete*, which means that some node holds the share of each rank that captured it, and that each rank can read from
-its own node:
+*complete*, which means that some node holds the share of each rank that captured it, and that each rank can read:
 
-1. A rank of a job of as many ranks reads the share that it has captured itself.
-2. If that share lies on another node, because ranks have changed their nodes, the rank reads a share of the same id.
-   Random states are a rank's own: this rank derives them, as a new rank does.
+1. A rank of a job of as many ranks reads the share that it has captured itself, if its node holds it.
+2. Else it reads a share of the same id on its node; else its own share, or one of the same id, from another node, if
+   that node has an address. Random states are a rank's own: a rank that reads another one's share derives them, as a
+   new rank does.
 3. In a job of another number of ranks, each rank reads of all shares what it needs. Shares of the same id stand for
    each other.
 
-Nodes serve each other nothing: a share that only another node holds is a reason to pass the cut over. Each newer cut is
-passed over for a reason that people can read. If no cut is left, a checkpoint is restored.
+A share that no node holds is no loss if one of the same id is held: the list of shares that a cut names says so
+(`lakeckpt.recovery.shares`). Each newer cut is passed over for a reason that people can read. If no cut is left, a
+checkpoint is restored.
 """
 
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lakeckpt.recovery.facts import UNKNOWN, CutId, Holding, NodeFacts
+from lakeckpt.recovery.facts import CutId, Holding, NodeFacts
+from lakeckpt.recovery.shares import UNKNOWN, ShareList
 from lakeckpt.tracking.tally import name_ranks, ranks_of
-from lakeckpt.wire.documents import from_plain, to_plain
+from lakeckpt.wire.documents import Count, as_row, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["Decision", "decide"]
+__all__ = ["Decision", "Source", "decide"]
 
 _KIND, _VERSION = "decision", (1, 0)
 _OTHER_HISTORY = "the history of the log does not go on from it"
+_MOST_SOURCES, _MOST_SPARES = 3, 8
+"""So many other nodes are named for a share, and for a share that all ranks have alike: each rank reads the whole
+decision."""
+
+
+@as_row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where a share is read: the share that ``rank`` has captured, from the node at ``address``; empty: this node."""
+
+    rank: Count
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +51,10 @@ class Decision:
     """The ``cut`` in memory that all ranks restore; None: a checkpoint is restored.
 
     ``digest``: of the cut, as in a `Holding`. ``world``: how many ranks captured it. ``is_alike``: all their shares
-    have one id. ``copies``: rank → the rank whose share it reads instead of its own, if not all are alike.
-    ``passed_over``: the newer cuts, the newest first, and why each is not restored.
+    have one id. ``copies``: rank → the rank whose share stands for its own, if not all are alike. ``away``: rank → the
+    other nodes from which its share is read, if a node that needs the share does not hold it. ``spares``: other nodes
+    that hold a share, if all are alike. ``passed_over``: the newer cuts, the newest first, and why each is not
+    restored.
     """
 
     cut: CutId | None = None
@@ -45,14 +62,47 @@ class Decision:
     world: int = 0
     is_alike: bool = False
     copies: Mapping[int, int] = field(default_factory=dict)
+    away: Mapping[int, tuple[Source, ...]] = field(default_factory=dict)
+    spares: tuple[Source, ...] = ()
     passed_over: tuple[tuple[CutId, str], ...] = ()
 
-    def shares_of(self, rank: int, world_size: int, held: Collection[int]) -> Sequence[int]:
-        """Return whose shares ``rank`` of ``world_size`` reads on its node, which holds those of the ranks ``held``."""
-        if self.world != world_size:
-            return sorted(held)
-        wanted = self.copies.get(rank, rank)
-        return [wanted] if wanted in held or not self.is_alike else sorted(held)[:1]
+    @property
+    def has_servers(self) -> bool:
+        """True if a rank may read from another node."""
+        return bool(self.away or self.spares)
+
+    def reads(self, rank: int, world_size: int, held: Collection[int]) -> dict[int, tuple[Source, ...]]:
+        """Return the shares that ``rank`` of ``world_size`` reads, by the rank whose share each is, and where it reads
+        each, the best source first. Its node holds the shares of the ranks ``held``."""
+        if self.world == world_size:
+            stand_ins = sorted(held) if self.is_alike else [self.copies.get(rank, rank)]
+            here = [one for one in dict.fromkeys([rank, *stand_ins]) if one in held]
+            return {rank: (*(Source(rank=one) for one in here), *self._elsewhere(rank, rank))}
+        found = {one: (Source(rank=one), *self._elsewhere(one, rank)) for one in sorted(held)}
+        known = {self._leader(one) for one in held}
+        for one in range(self.world):
+            if (leader := self._leader(one)) not in known:
+                known.add(leader)
+                share = one if self.is_alike else leader
+                found[share] = self._elsewhere(share, rank)
+        return found
+
+    def stand_in(self, rank: int, shares: Collection[int]) -> int:
+        """Return which of ``shares``, as `reads` returned them to a rank of another number of ranks, is or stands for
+        that of ``rank``. Raises ``KeyError``."""
+        if rank in shares:
+            return rank
+        for one in shares:
+            if self._leader(one) == self._leader(rank):
+                return one
+        raise KeyError(rank)
+
+    def _leader(self, rank: int) -> int:
+        return -1 if self.is_alike else self.copies.get(rank, rank)
+
+    def _elsewhere(self, share: int, reader: int) -> tuple[Source, ...]:
+        at = reader % len(self.spares) if self.spares else 0  # so that not all read from one node
+        return (*self.away.get(share, ()), *self.spares[at:], *self.spares[:at])
 
     def to_text(self) -> str:
         """For messages between ranks."""
@@ -102,7 +152,7 @@ def _restorable(held: Sequence[tuple[int, Holding]], nodes: Sequence[NodeFacts],
         versions.setdefault((one.digest, one.world), []).append((at, one))
     found: list[str] = []
     for (digest, world), several in versions.items():
-        way = _read_by_all(world, several, nodes, world_size)
+        way = _Shares(world, several, nodes).read_by(world_size)
         if isinstance(way, Decision):
             return replace(way, digest=digest)
         found.append(way)
@@ -112,38 +162,92 @@ def _restorable(held: Sequence[tuple[int, Holding]], nodes: Sequence[NodeFacts],
     return f"the ranks had different states of readers: {', others than '.join(ranks)}"
 
 
-def _read_by_all(
-    world: int, held: Sequence[tuple[int, Holding]], nodes: Sequence[NodeFacts], world_size: int
-) -> Decision | str:
-    """Return how all ranks read the shares ``held`` of one cut of ``world`` ranks; or why some rank cannot."""
-    on: list[dict[int, bytes]] = [{} for _ in nodes]
-    for at, one in held:
-        on[at].update(one.by_rank)
+class _Shares:
+    """The shares of one cut of ``world`` ranks that the ``nodes`` hold."""
+
+    def __init__(self, world: int, held: Sequence[tuple[int, Holding]], nodes: Sequence[NodeFacts]) -> None:
+        self._world, self._nodes = world, nodes
+        self._on: list[dict[int, bytes]] = [{} for _ in nodes]
+        for at, one in held:
+            self._on[at].update(one.by_rank)
+        lists = _lists_of(world, held, nodes)
+        self._keys = _keys_of(world, self._on, lists)
+        self._holders: defaultdict[Hashable, list[tuple[int, int]]] = defaultdict(list)
+        for at, here in enumerate(self._on):
+            for rank in sorted(here):
+                self._holders[self._keys[rank]].append((at, rank))
+        keys = set(self._keys.values())
+        self._is_alike = len(keys) == 1 and (world > 1 or not isinstance(next(iter(keys)), int))
+
+    def read_by(self, world_size: int) -> Decision | str:
+        """Return how all of ``world_size`` ranks read these shares; or why some rank cannot."""
+        if lost := [rank for rank in range(self._world) if self._keys[rank] not in self._holders]:
+            return f"no node holds what {_named(lost)} captured, and no replica of it is known"
+        copies: dict[int, int] = {}
+        away: dict[int, tuple[Source, ...]] = {}
+        is_same = world_size == self._world
+        first = {key: several[0][1] for key, several in self._holders.items()}
+        firsts = sorted(first.values())
+        if not is_same and not self._is_alike:
+            copies = {rank: first[key] for rank, key in self._keys.items() if first[key] != rank}
+        for at, node in enumerate(self._nodes):
+            shares = node.ranks if is_same else firsts
+            absent = [share for share in shares if share not in self._on[at]] if node.ranks else []
+            here = {self._keys[rank]: rank for rank in self._on[at]} if absent else {}
+            stranded = []
+            for share in absent:
+                if (key := self._keys[share]) not in here:
+                    away[share] = away.get(share) or self._sources(share, at)
+                    stranded += [] if away[share] else [share]
+                elif is_same and not self._is_alike:
+                    copies[share] = here[key]
+            if stranded:
+                ranks = stranded if is_same else node.ranks
+                why = "only nodes without an address hold it"
+                return f"{_named(ranks)} on {node.node} cannot read what {_named(stranded)} captured: {why}"
+        if unseen := set(range(world_size)).difference(*(node.ranks for node in self._nodes)):
+            return f"{_named(unseen)} stated nothing of a node"
+        spares = self._spares() if self._is_alike else ()
+        if self._is_alike:  # the spares serve all but a rank's own random states
+            own = {share: every[:1] for share, every in away.items() if every[0].rank == share}
+            away = own if is_same else {}
+        return Decision(world=self._world, is_alike=self._is_alike, copies=copies, away=away, spares=spares)
+
+    def _sources(self, share: int, reader: int) -> tuple[Source, ...]:
+        """Return which other nodes serve a share to the node ``reader``: the share itself first, then the nearest."""
+        holders = [one for one in self._holders[self._keys[share]] if self._nodes[one[0]].address]
+        holders.sort(key=lambda one: (one[1] != share, (one[0] - reader) % len(self._nodes)))
+        nodes = {self._nodes[at].address: rank for at, rank in reversed(holders)}
+        found = tuple(Source(rank=rank, address=address) for address, rank in reversed(nodes.items()))
+        return found[:_MOST_SOURCES]
+
+    def _spares(self) -> tuple[Source, ...]:
+        """Return some nodes that serve a share, if all are alike, a part of all from each region of their order."""
+        nodes = {self._nodes[at].address: rank for here in self._holders.values() for at, rank in reversed(here)}
+        nodes.pop("", None)
+        found = [Source(rank=rank, address=address) for address, rank in reversed(nodes.items())]
+        return tuple(found[:: max(1, -(-len(found) // _MOST_SPARES))])
+
+
+def _lists_of(world: int, held: Sequence[tuple[int, Holding]], nodes: Sequence[NodeFacts]) -> list[ShareList]:
+    """Return the lists of shares that the holdings of a cut name."""
+    named = {one.listed for _, one in held if one.listed}
+    every = {document for node in nodes for document in node.lists} if named else set()
+    found = {one.digest: one for one in map(ShareList.from_document, sorted(every))}
+    return [found[digest] for digest in sorted(named) if digest in found and found[digest].world == world]
+
+
+def _keys_of(world: int, on: Sequence[Mapping[int, bytes]], lists: Sequence[ShareList]) -> dict[int, Hashable]:
+    """Return rank → what shares that stand for each other have in common; the rank itself if that is not known. Shares
+    that one of several lists tells apart are different."""
+    if len(lists) == 1:
+        return {rank: lists[0].id_of(rank) for rank in range(world)}
+    if lists:
+        return {rank: tuple(one.id_of(rank) for one in lists) for rank in range(world)}
     ids: dict[int, bytes] = {}
     for shares in on:
         ids.update((rank, share) for rank, share in shares.items() if ids.get(rank, UNKNOWN) == UNKNOWN)
-    if missing := [rank for rank in range(world) if rank not in ids]:
-        return f"no node holds what {_named(missing)} captured"
-    copies: dict[int, int] = {}
-    every = {share for shares in on for share in shares.values()}
-    is_alike = len(every) == 1 and UNKNOWN not in every
-    for node, here in zip(nodes, on, strict=True):
-        if world != world_size:
-            if node.ranks and len(here) < world and not (here and is_alike):
-                return _stranded(node, node.ranks, [rank for rank in range(world) if rank not in here])
-            continue
-        if (away := [rank for rank in node.ranks if rank not in here]) and not (here and is_alike):
-            same = {share: rank for rank, share in here.items() if share != UNKNOWN}
-            copies |= {rank: same[ids[rank]] for rank in away if ids[rank] in same}
-            if lost := [rank for rank in away if rank not in copies]:
-                return _stranded(node, lost, lost)
-    if unseen := set(range(world_size)).difference(*(node.ranks for node in nodes)):
-        return f"{_named(unseen)} stated nothing of a node"
-    return Decision(world=world, is_alike=is_alike, copies=copies)
-
-
-def _stranded(node: NodeFacts, ranks: Iterable[int], shares: Iterable[int]) -> str:
-    return f"{_named(ranks)} on {node.node} cannot read what {_named(shares)} captured: only other nodes hold it"
+    return {rank: rank if ids.get(rank, UNKNOWN) == UNKNOWN else ids[rank] for rank in range(world)}
 
 
 def _named(ranks: Iterable[int]) -> str:

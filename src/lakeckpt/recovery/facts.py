@@ -10,14 +10,12 @@ from __future__ import annotations
 from base64 import b64decode, b64encode
 from dataclasses import dataclass
 
+from lakeckpt.recovery.shares import SHARE_BYTES, UNKNOWN
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["SHARE_BYTES", "UNKNOWN", "CutId", "Holding", "NodeFacts"]
+__all__ = ["CutId", "Holding", "NodeFacts"]
 
-SHARE_BYTES = 16
-UNKNOWN = bytes(SHARE_BYTES)
-"""The id of a share that nobody has compared with others."""
 _KIND, _VERSION = "node-facts", (1, 0)
 
 
@@ -56,7 +54,8 @@ class Holding:
     """All that a node holds of one cut: the shares of ``ranks``, of the ``world`` ranks that captured it.
 
     ``digest`` is the same for all ranks that were at one cut. ``shares``: the ids of these shares, in the order of
-    ``ranks``; equal ids are of equal contents, but for random states. Empty: all are `UNKNOWN`.
+    ``ranks``; equal ids are of equal contents, but for random states. Empty: all are `UNKNOWN`. ``listed``: the digest
+    of the `ShareList` that the shares name; its ids then count. Empty: they name none.
     """
 
     cut: CutId
@@ -64,6 +63,7 @@ class Holding:
     world: Positive
     ranks: tuple[int, ...]
     shares: bytes = b""
+    listed: bytes = b""
 
     @property
     def by_rank(self) -> dict[int, bytes]:
@@ -76,11 +76,17 @@ class Holding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """What one node states before a restore: its name, for messages, the ``ranks`` that run there, and what its memory
-    holds."""
+    holds.
+
+    ``address``: where other nodes read it (``host:port``); empty: nowhere. ``lists``: the documents of the lists of
+    shares that the holdings name.
+    """
 
     node: str
     ranks: tuple[int, ...]
     holdings: tuple[Holding, ...] = ()
+    address: str = ""
+    lists: tuple[bytes, ...] = ()
 
     def to_text(self) -> str:
         """For messages between ranks."""

@@ -358,9 +358,9 @@ class Persister:
 
 def _staged(contents: Contents, order: Order) -> StagedCut:
     """Return a generation with its digests. It is verified while it is written."""
-    data, leaves = contents.held.data, contents.leaves()
+    view, leaves = contents.held.view, contents.leaves()
     tensors = {
-        key: StagedTensor(spec=one.spec, data=data[one.start : one.stop], leaves=leaves[key])
+        key: StagedTensor(spec=one.spec, data=view(one.start, one.stop), leaves=leaves[key])
         for key, one in contents.documents.table.places.items()
     }
     trees = {

@@ -86,6 +86,10 @@ class Arena:
             self._locks.forget()
             os.close(descriptor)
 
+    def fileno(self) -> int:
+        """Return the descriptor of the file, for ``os.sendfile``."""
+        return self._descriptor
+
     @property
     def memory(self) -> memoryview:
         """All memory of the arena, as it is mapped; only a `Filling` may write to it."""
@@ -322,10 +326,19 @@ class HeldGeneration:
         return found
 
     @property
+    def data_bytes(self) -> int:
+        """How many bytes the data have."""
+        return self.arena.layout.data_bytes
+
+    @property
     def data(self) -> memoryview:
         """The data of the generation, read-only and not verified."""
+        return self.view(0, self.data_bytes)
+
+    def view(self, start: int, stop: int) -> memoryview:
+        """Return bytes [start, stop) of the data where they lie, read-only and not verified."""
         at = self.arena.layout.data_at(self.number)
-        return self.arena._view[at : at + self.arena.layout.data_bytes].toreadonly()
+        return self.arena._view[at + start : at + stop].toreadonly()
 
     def read_into(self, start: int, into: memoryview) -> None:
         """Copy the data from byte ``start`` on into ``into``, not verified. Raises `ArenaDamaged` if there is less.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from lakeckpt.checkpoint.arena.arena import Arena
+from lakeckpt.checkpoint.arena.arena import Arena, HeldGeneration
 from lakeckpt.checkpoint.arena.contents import Contents
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, PIECE_BYTES, leaf_digests, leaves_of_all
 
@@ -23,8 +23,10 @@ def checked(contents: Contents) -> Contents:
     """Return the contents with checksums. If nobody has taken them, they are taken now, on several threads."""
     if contents.checksums is not None:
         return contents
-    (leaves,) = leaves_of_all([contents.held.data])
-    contents.held.put_checksums(leaves)
+    held = contents.held
+    assert isinstance(held, HeldGeneration), "a share on another node has its checksums"
+    (leaves,) = leaves_of_all([held.data])
+    held.put_checksums(leaves)
     return replace(contents, checksums=leaves)
 
 

@@ -6,10 +6,11 @@
     table      a document of its own: key, dtype, shape and place of every tensor. The same for all cuts of a plan, so
                that it is made once
     readers    name → the record of a reader at the cut, opaque here
+    shares     the list of the shares of all ranks (`lakeckpt.recovery.shares`), if it is known
 
-`GenerationDocuments` writes and reads them. `contents_of` joins them with the data of a generation that is held:
-`Contents` verifies tensors, and copies them to where they belong. Tensors are verified only if somebody has taken the
-checksums of the generation (`Contents.checksums`).
+`GenerationDocuments` writes and reads them. `contents_of` joins them with the data of a generation that is held, and
+`contents_from` with those of one that lies elsewhere: `Contents` verifies tensors, and copies them to where they
+belong. Tensors are verified only if somebody has taken the checksums of the generation (`Contents.checksums`).
 
 Imports without torch. Threads are started and joined inside `Contents.verify`, `Contents.fill` and
 `Contents.fill_range`.
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from lakeckpt.checkpoint.arena.arena import HeldGeneration
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, LEAF_BYTES, leaf_digests, leaves_of_all
@@ -32,7 +33,15 @@ from lakeckpt.errors import ArenaDamaged, WireError
 from lakeckpt.wire.documents import Count, as_row, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["Contents", "GenerationDocuments", "TensorPlace", "TensorTable", "contents_of"]
+__all__ = [
+    "Contents",
+    "Generation",
+    "GenerationDocuments",
+    "TensorPlace",
+    "TensorTable",
+    "contents_from",
+    "contents_of",
+]
 
 _KIND, _VERSION = "arena-contents", (1, 0)
 _TABLE_KIND, _TABLE_VERSION = "arena-table", (1, 0)
@@ -89,6 +98,7 @@ class GenerationDocuments:
     trees: Mapping[str, bytes]
     table: TensorTable
     readers: Mapping[str, bytes] = field(default_factory=dict)
+    shares: bytes = b""
 
     def to_bytes(self) -> bytes:
         """Return the document of a generation."""
@@ -102,12 +112,29 @@ class GenerationDocuments:
         return found
 
 
+class Generation(Protocol):
+    """The data of a generation, wherever they lie. Any thread may call it. Nothing is verified."""
+
+    @property
+    def data_bytes(self) -> int:
+        """How many bytes the data have."""
+
+    def read_into(self, start: int, into: memoryview) -> None:
+        """Copy the data from byte ``start`` on into ``into``. Raises `ArenaDamaged` if that cannot be done."""
+
+    def view(self, start: int, stop: int) -> memoryview:
+        """Return bytes [start, stop) of the data. Raises `ArenaDamaged`."""
+
+    def damaged(self, what: str) -> ArenaDamaged:
+        """Return the error that says that ``what`` of the generation is not what was written."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Contents:
     """A generation that is held, with its documents: a `lakeckpt.checkpoint.state.loaded.TensorSource`. Its memory is
     valid for as long as it is held."""
 
-    held: HeldGeneration
+    held: Generation
     documents: GenerationDocuments
     checksums: bytes | None = field(repr=False)
     """The digests of the leaves of the data; None if nobody has taken them. Nothing is verified then."""
@@ -123,25 +150,29 @@ class Contents:
         The checksums of the memory are taken for tensors that lie at whole leaves; only the others are read, on several
         threads. Nothing is verified: see `verify`.
         """
-        places, data = self.documents.table.places, self.held.data
+        places, view = self.documents.table.places, self.held.view
         known, rest = {}, {}
         for key, one in places.items():
             leaves = one.spec.size_bytes // LEAF_BYTES
             if self.checksums is None or not leaves or one.start % LEAF_BYTES:
-                rest[key] = data[one.start : one.stop]
+                rest[key] = view(one.start, one.stop)
                 continue
             first = DIGEST_BYTES * (one.start // LEAF_BYTES)
             pieces = [self.checksums[first : first + DIGEST_BYTES * leaves]]
             if one.spec.size_bytes % LEAF_BYTES:  # its last leaf is shorter than the one of the memory
-                pieces.append(leaf_digests(data[one.start + leaves * LEAF_BYTES : one.stop], LEAF_BYTES))
+                pieces.append(leaf_digests(view(one.start + leaves * LEAF_BYTES, one.stop), LEAF_BYTES))
             known[key] = b"".join(pieces)
         return known | dict(zip(rest, leaves_of_all(list(rest.values())), strict=True))
 
     def verify(self) -> None:
         """Compare all data with their checksums where they lie mapped, on several threads. Raises `ArenaDamaged`."""
         if self.checksums is not None:
-            data, leaves = self.held.data, range(self.held.arena.layout.num_leaves)
-            _on_threads(lambda one: self._check(one, data[one * LEAF_BYTES : (one + 1) * LEAF_BYTES]), leaves)
+            every = range(len(self.checksums) // DIGEST_BYTES)
+            _on_threads(self._verify_leaf, every)
+
+    def _verify_leaf(self, number: int) -> None:
+        low = number * LEAF_BYTES
+        self._check(number, self.held.view(low, min(low + LEAF_BYTES, self.held.data_bytes)))
 
     def _check(self, number: int, leaf: memoryview) -> None:
         """Compare leaf ``number`` of the data, whole, with its checksum, if there is one. Raises `ArenaDamaged`."""
@@ -182,7 +213,7 @@ class Contents:
 
     def _copy_leaves(self, leaves: Sequence[tuple[int, list[_Piece]]]) -> None:
         """Copy what each leaf has of some tensors, and verify the leaf while it is in the cache."""
-        data_bytes = self.held.arena.layout.data_bytes
+        data_bytes = self.held.data_bytes
         buffer = memoryview(bytearray(min(LEAF_BYTES, data_bytes)))
         for number, pieces in leaves:
             low = number * LEAF_BYTES
@@ -200,15 +231,18 @@ class Contents:
 def contents_of(held: HeldGeneration) -> Contents:
     """Return the contents of a held generation. Tensors are not looked at. Raises `ArenaDamaged` if the documents
     make no sense."""
-    data = held.documents()
+    where = f"in the arena {held.arena.name!r}, what step {held.record.cut.step} holds"
+    return contents_from(held, held.documents(), held.checksums(), where)
+
+
+def contents_from(held: Generation, data: bytes, checksums: bytes | None, where: str) -> Contents:
+    """Return the contents of a generation, whose documents are ``data``, as `contents_of` does. ``where`` names it in
+    errors."""
     try:
         documents = GenerationDocuments.from_bytes(data)
     except WireError as error:
-        raise ArenaDamaged(
-            f"in the arena {held.arena.name!r}, what step {held.record.cut.step} holds cannot be read: {error}. Take "
-            "an older generation, or a checkpoint"
-        ) from error
-    return Contents(held=held, documents=documents, checksums=held.checksums())
+        raise ArenaDamaged(f"{where} cannot be read: {error}. Take an older generation, or a checkpoint") from error
+    return Contents(held=held, documents=documents, checksums=checksums)
 
 
 def _on_threads(work: Callable[[_T], object], every: Sequence[_T]) -> None:

@@ -44,9 +44,9 @@ class Filling:
         at = self.layout.data_at(self.number)
         return self.memory[at : at + self.layout.data_bytes]
 
-    def complete(self, cut: CutId, *, digest: bytes, documents: bytes) -> GenerationRecord:
+    def complete(self, cut: CutId, *, digest: bytes, documents: bytes, shares: bytes = b"") -> GenerationRecord:
         """Make the generation the complete one of ``cut``, which has this ``digest`` (16 bytes). Nobody writes to its
-        data any more.
+        data any more. ``shares``: the digest of the list of shares in the documents.
 
         Raises `ArenaDamaged` if ``documents`` are larger than the arena has room for, and abandons the generation.
         """
@@ -63,6 +63,7 @@ class Filling:
             digest=digest,
             documents_bytes=len(documents),
             documents_checksum=checksum(documents),
+            shares=shares,
         )
         data = record.to_bytes()
         assert len(data) <= self.layout.record_room, "its fields are of a few bytes"

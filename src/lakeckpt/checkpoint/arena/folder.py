@@ -39,7 +39,8 @@ _NO_NAMELESS = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaInfo:
     """An arena that was found: whose it is, its size, whether its trainer lives, the steps of its complete generations,
-    and their cuts with digests, the newest first. A cut may have been captured twice.
+    and their cuts with digests, the newest first. A cut may have been captured twice. ``listed``: the digests of the
+    lists of shares that cuts name.
 
     ``problem``: why it cannot be read; then all but the name and the size are unknown.
     """
@@ -50,6 +51,7 @@ class ArenaInfo:
     is_filled: bool = False
     steps: tuple[int, ...] = ()
     cuts: Mapping[CutId, bytes] = field(default_factory=dict)
+    listed: Mapping[CutId, bytes] = field(default_factory=dict)
     problem: str | None = None
 
 
@@ -189,6 +191,7 @@ class ArenaFolder:
                     is_filled=arena.is_filled,
                     steps=tuple(record.cut.step for record in arena.complete()),
                     cuts=arena.cuts(),
+                    listed={record.cut: record.shares for record in reversed(arena.complete())},
                 )
         except FileNotFoundError:
             return None

@@ -1,16 +1,17 @@
 """This module lists what a node's memory holds of a run: which cuts, and whose shares of each cut.
 
-A share is what one rank has captured of a cut. Its id is a digest of its tensors, of its documents without the random
-states, and of its records of readers: shares of one id restore the same state. To compute ids, documents are read, and
-the checksums of the data must have been taken; so ids are computed only if a rank may read a share that another rank
-has captured. The module writes nothing but `remove_other_worlds`. Imports without torch, and starts no threads.
+A share is what one rank has captured of a cut. Shares of one id restore the same state. If a cut names a list of shares
+(`lakeckpt.recovery.shares`), this has the ids. Else the id is a digest of the tensors, of the documents without the
+random states, and of the records of readers. To compute it, documents are read, and the checksums of the data must have
+been taken; so it is computed only if a rank may read a share that another rank has captured. The module writes nothing
+but `remove_other_worlds`. Imports without torch, and starts no threads.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
@@ -18,9 +19,10 @@ from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.parts import RANDOM
 from lakeckpt.errors import ArenaDamaged, ArenaError
-from lakeckpt.recovery.facts import UNKNOWN, CutId, Holding
+from lakeckpt.recovery.facts import CutId, Holding
+from lakeckpt.recovery.shares import UNKNOWN
 
-__all__ = ["holdings_in", "remove_other_worlds"]
+__all__ = ["holdings_in", "lists_in", "remove_other_worlds"]
 
 
 def holdings_in(
@@ -31,19 +33,40 @@ def holdings_in(
     ``ranks`` of ``world_size`` run here now: the ids of shares are computed if others have captured them; 0: they are
     not computed. Raises `ArenaError` if the arenas cannot be looked at.
     """
-    found: defaultdict[tuple[CutId, bytes, int], dict[int, ArenaInfo]] = defaultdict(dict)
+    found: defaultdict[tuple[CutId, bytes, int, bytes], dict[int, ArenaInfo]] = defaultdict(dict)
     whose: set[int] = set()  # the ranks of a job of as many ranks that have arenas here
     for info in folder.found():
         if info.identity is not None and info.identity.run.startswith(run):
             whose |= {info.identity.rank} if info.identity.world == world_size else set()
             for cut, digest in info.cuts.items():
-                found[cut, digest, info.identity.world][info.identity.rank] = info
+                found[cut, digest, info.identity.world, info.listed.get(cut, b"")][info.identity.rank] = info
     every = []
-    for (cut, digest, world), arenas in sorted(found.items(), key=lambda one: one[0][0].age, reverse=True):
-        is_own = not world_size or (world == world_size and whose == set(ranks))
+    for (cut, digest, world, listed), arenas in sorted(found.items(), key=lambda one: one[0][0].age, reverse=True):
+        is_own = listed or not world_size or (world == world_size and whose == set(ranks))
         shares = b"" if is_own else b"".join(_share_id(folder, arenas[rank], cut) for rank in sorted(arenas))
-        every.append(Holding(cut=cut, digest=digest, world=world, ranks=tuple(sorted(arenas)), shares=shares))
+        ranks_here = tuple(sorted(arenas))
+        every.append(Holding(cut=cut, digest=digest, world=world, ranks=ranks_here, shares=shares, listed=listed))
     return tuple(every)
+
+
+def lists_in(folder: ArenaFolder, run: bytes, holdings: Iterable[Holding]) -> tuple[bytes, ...]:
+    """Return the documents of the lists of shares that ``holdings`` of the run with this digest name. A list that
+    cannot be read is missing."""
+    found: dict[bytes, bytes] = {}
+    for one in holdings:
+        for rank in one.ranks:
+            if one.listed and one.listed not in found:
+                name = folder.name_of(ArenaIdentity(run=run, rank=rank, world=one.world))
+                with contextlib.suppress(ArenaError, FileNotFoundError):
+                    found[one.listed] = _list_in(folder, name, one.cut)
+    return tuple(found.values())
+
+
+def _list_in(folder: ArenaFolder, name: str, cut: CutId) -> bytes:
+    with folder.open(name) as arena, arena.hold(cut) as held:
+        if held is None:
+            raise ArenaDamaged(f"a capture has overwritten step {cut.step}")
+        return contents_of(held).documents.shares
 
 
 def _share_id(folder: ArenaFolder, info: ArenaInfo, cut: CutId) -> bytes:

@@ -118,13 +118,15 @@ class ArenaLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRecord:
-    """The record that makes a generation complete. ``digest``: of the cut (16 bytes), the same on every rank."""
+    """The record that makes a generation complete. ``digest``: of the cut (16 bytes), the same on every rank.
+    ``shares``: of the list of shares among its documents; empty if there is none."""
 
     sequence: Count
     cut: CutId
     digest: bytes
     documents_bytes: Count
     documents_checksum: bytes
+    shares: bytes = b""
 
     def to_bytes(self) -> bytes:
         """Return the record, behind its length."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from lakeckpt.checkpoint.arena.contents import GenerationDocuments
+from lakeckpt.checkpoint.arena.contents import GenerationDocuments, TensorTable
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.capture.plan import CapturePlan
 from lakeckpt.checkpoint.capture.samples import Sample, Samples
@@ -20,8 +20,13 @@ from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import SaveFailed, UnannouncedChange
 from lakeckpt.recovery.facts import CutId
+from lakeckpt.recovery.shares import ShareList
 
-__all__ = ["Capture", "Copier"]
+__all__ = ["Capture", "Copier", "Naming"]
+
+Naming = Callable[[CutId, TensorTable, Mapping[str, bytes], memoryview], ShareList | None]
+"""Returns the list of shares that a capture names, from the cut, the table of tensors, the documents of trees, and the
+data (`lakeckpt.checkpoint.peers.alike`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +44,8 @@ class Capture:
     sample: Sample
     """The spots of this cut."""
     trees: Mapping[str, Callable[[], bytes]]
+    named: Naming | None = None
+    shares: ShareList | None = None
     begun_s: float = field(default_factory=time.perf_counter)
 
     def count(self, counters: RunCounters, *, complete: bool, paces: bool) -> None:
@@ -62,7 +69,10 @@ class Capture:
             self._refuse([keys[number] for number in sorted(self.slices.changed)])
         self._refuse(sorted(self.samples.changed(self.sample, self.filling.data)))
         trees = {name: document() for name, document in self.trees.items()}
-        return GenerationDocuments(trees=trees, table=self.plan.table, readers=self.readers).to_bytes()
+        if self.named is not None:
+            self.shares = self.named(self.cut, self.plan.table, trees, self.filling.data)
+        shares = b"" if self.shares is None else self.shares.document
+        return GenerationDocuments(trees=trees, table=self.plan.table, readers=self.readers, shares=shares).to_bytes()
 
     def _refuse(self, changed: list[str]) -> None:
         if changed:
@@ -78,7 +88,8 @@ class Capture:
 
     def complete(self, documents: bytes) -> None:
         """Complete the generation."""
-        self.filling.complete(self.cut, digest=self.digest, documents=documents)
+        shares = b"" if self.shares is None else self.shares.digest
+        self.filling.complete(self.cut, digest=self.digest, documents=documents, shares=shares)
 
     def drop(self) -> None:
         """Abort the capture and release its generation. No thread reads or writes for the capture afterwards."""

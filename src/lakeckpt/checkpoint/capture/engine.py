@@ -32,7 +32,7 @@ from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.capture.copier import Capture, Copier
+from lakeckpt.checkpoint.capture.copier import Capture, Copier, Naming
 from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph, owners
 from lakeckpt.checkpoint.capture.links import Link, open_link
 from lakeckpt.checkpoint.capture.plan import CapturePlan, Planner
@@ -123,12 +123,14 @@ class CaptureEngine:
         readers: Mapping[str, bytes] | None = None,
         common: int | None = None,
         must: bool = False,
+        named: Naming | None = None,
     ) -> bool:
         """Begin to capture the state as it is now, which is the ``cut``. Returns False if the cut is skipped.
 
         ``digest`` (16 bytes) is the same on every rank that is at this cut. ``common`` is the newest step whose
         generation is known to be complete on all ranks. ``must``: wait for the arena and for the capture before,
-        instead of skipping the cut.
+        instead of skipping the cut. ``named`` is called by the copier, and returns the list of shares that the capture
+        names.
 
         Raises errors that occurred since the last call: `ArenaError` if there is no
         memory, `UnannouncedChange` for a tensor that changed before its fence, `SaveFailed` for anything else. Raises
@@ -157,6 +159,7 @@ class CaptureEngine:
                 plan=plan,
                 filling=filling,
                 trees=self._planner.trees(),
+                named=named,
                 samples=self._samples_of(plan),
                 sample=self._samples_of(plan).take(),
                 slices=self._slices_of(plan, filling),

@@ -7,36 +7,47 @@ What was consumed between the commit and the generation goes on as pending recor
 
 `Remembered` states what a node holds, and reads for one rank what `lakeckpt.recovery.decide` has chosen: the rank's own
 share; or one of the same id, if the rank has changed its node; or what it needs of all shares, if another number of
-ranks has captured them. It then takes them apart as it takes the parts of a checkpoint. If a share is damaged or does
-not fit, an older cut or a checkpoint is restored instead. The module writes nothing, and starts no threads.
+ranks has captured them. It then takes them apart as it takes the parts of a checkpoint. Shares that its node does not
+hold are read from other nodes (`lakeckpt.checkpoint.peers`), and the first rank of a node serves what the node holds.
+If no source of a share is whole, or the share does not fit, an older cut or a checkpoint is restored instead. The
+module writes nothing. Its threads are those of `lakeckpt.checkpoint.peers.serve`.
 """
 
 from __future__ import annotations
 
+import logging
+import socket
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lakeckpt.checkpoint.agent.generations import digest_of_run, identity_of
-from lakeckpt.checkpoint.arena.contents import Contents, contents_of
+from lakeckpt.checkpoint.arena.contents import Contents, contents_from, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.arena.holdings import holdings_in
+from lakeckpt.checkpoint.arena.holdings import holdings_in, lists_in
 from lakeckpt.checkpoint.consumed.pending import PendingRecord, pending_from_bytes, since
 from lakeckpt.checkpoint.consumed.reports import reports_of
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, digest_of_leaves, short_digest
 from lakeckpt.checkpoint.format.fields import ranges
 from lakeckpt.checkpoint.format.manifest import Manifest, Restored
 from lakeckpt.checkpoint.format.parts import PartRecord, SaveId, TensorRecord, TreeRecord
+from lakeckpt.checkpoint.peers.fetch import PeerShare
+from lakeckpt.checkpoint.peers.serve import ShareServer, own_address
+from lakeckpt.checkpoint.peers.sources import HeldShare, ShareSource
+from lakeckpt.checkpoint.peers.wire import AskShare
 from lakeckpt.checkpoint.restore.compare import Candidate
 from lakeckpt.checkpoint.restore.from_storage import Selection, commit_in
 from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of
 from lakeckpt.errors import ArenaDamaged, CheckpointMismatch
 from lakeckpt.lake.storage.base import Storage
-from lakeckpt.recovery.decide import Decision
-from lakeckpt.recovery.facts import CutId, Holding
+from lakeckpt.recovery.decide import Decision, Source
+from lakeckpt.recovery.facts import CutId, NodeFacts
 
 __all__ = ["Offer", "Remembered", "where_it_goes_on"]
+
+_LOG = logging.getLogger("lakeckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,20 +99,53 @@ def _offer(attempt: int, captured: CutId | None, *, least: int) -> Offer:
 
 
 class Remembered:
-    """The memory of ``rank`` of ``world_size``, in ``folder``, of runs in ``storage``. Used by one thread, which calls
-    `release` at the end."""
+    """The memory of ``rank`` of ``world_size``, in ``folder``, of runs in ``storage``, and that of other nodes. Used by
+    one thread, which calls `close` at the end. ``count(tier, bytes)`` is called for what is read."""
 
-    def __init__(self, folder: ArenaFolder, storage: Storage, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        folder: ArenaFolder,
+        storage: Storage,
+        *,
+        rank: int,
+        world_size: int,
+        count: Callable[[str, int], None] = lambda tier, size_bytes: None,
+    ) -> None:
         self._folder, self._storage, self._rank, self._world_size = folder, storage, rank, world_size
+        self._count = count
         self._held = ExitStack()
+        self._server: ShareServer | None = None
 
-    def found(self, run: str, ranks: Sequence[int]) -> tuple[Holding, ...]:
-        """Return what this node holds of ``run``. These ``ranks`` run here. Raises `ArenaError`."""
+    def found(self, run: str, ranks: Sequence[int], *, serves: bool = False) -> NodeFacts:
+        """Return what this node holds of ``run``. These ``ranks`` run here. ``serves``: other nodes may read it, once
+        they are admitted. Raises `ArenaError`."""
         digest = digest_of_run(run, self._storage)
-        return holdings_in(self._folder, digest, ranks=ranks, world_size=self._world_size)
+        holdings = holdings_in(self._folder, digest, ranks=ranks, world_size=self._world_size)
+        return NodeFacts(
+            node=socket.gethostname(),
+            ranks=tuple(ranks),
+            holdings=holdings,
+            address=self._served_at() if serves and holdings else "",
+            lists=lists_in(self._folder, digest, holdings),
+        )
 
-    def recall(self, run: str, decision: Decision, *, slot: int | None) -> Candidate:
-        """Read what was decided, which goes on from the commit in ``slot``, and lock it until `release`.
+    def _served_at(self) -> str:
+        if self._server is None:
+            try:
+                self._server = ShareServer(self._folder, own_address())
+            except OSError as error:
+                _LOG.warning("this node serves nothing of its memory to others: %s", error)
+                return ""
+        return self._server.address
+
+    def admit(self, run: str, key: bytes) -> None:
+        """Let all who have the ``key`` read what this node holds of ``run``."""
+        if self._server is not None:
+            self._server.admit(key, digest_of_run(run, self._storage))
+
+    def recall(self, run: str, decision: Decision, *, slot: int | None, key: bytes = b"") -> Candidate:
+        """Read what was decided, which goes on from the commit in ``slot``, and lock it until `release`. Other nodes
+        are asked with the ``key``.
 
         If ``slot`` is None, no commit could replace a generation that turns out to be damaged while it is copied. Then
         all of it is verified here, and once more as it is copied. Tensors are verified only if the agent has taken the
@@ -113,79 +157,110 @@ class Remembered:
         assert cut is not None
         manifest = None if slot is None else commit_in(self._storage, slot)
         recorded = 0 if manifest is None else manifest.step
-        shares = self._shares(run, decision, cut)
-        for contents in shares.values() if manifest is None else ():
-            contents.verify()
+        shares = self._shares(run, decision, cut, key)
+        for share in shares.values() if manifest is None else ():
+            share.verify()
         every = _readers_of(shares.values())
         done = cut.step == recorded
         return Candidate(
             manifest=manifest,
             captured=cut,
-            is_checked=all(contents.checksums is not None for contents in shares.values()),
+            is_checked=all(share.is_checked for share in shares.values()),
             step=cut.step,
             readers={name: pending[-1].record for name, pending in every.items() if pending},
             pending={name: () if done else since(pending, recorded) for name, pending in every.items()},
             loaded=self._loaded(decision, cut, shares, every),
         )
 
-    def _shares(self, run: str, decision: Decision, cut: CutId) -> dict[int, Contents]:
-        """Hold the shares to read: rank → its share."""
-        digest, found = digest_of_run(run, self._storage), dict[int, Contents]()
+    def _shares(self, run: str, decision: Decision, cut: CutId, key: bytes) -> dict[int, HeldShare]:
+        """Hold the shares to read: rank → its share, or one that stands for it."""
+        digest, found = digest_of_run(run, self._storage), dict[int, HeldShare]()
         held = {
             rank
             for one in holdings_in(self._folder, digest)
             if (one.cut, one.digest, one.world) == (cut, decision.digest, decision.world)
             for rank in one.ranks
         }
-        for rank in decision.shares_of(self._rank, self._world_size, held):
-            name = self._folder.name_of(identity_of(digest, rank=rank, world_size=decision.world))
-            with suppress(FileNotFoundError):
-                arena = self._held.enter_context(self._folder.open(name))
-                if (share := self._held.enter_context(arena.hold(cut))) is not None:
-                    found[rank] = contents_of(share)
-        is_divided = decision.world != self._world_size and not decision.is_alike
-        if not found or (is_divided and len(found) < decision.world):
-            raise ArenaDamaged(f"step {cut.step} of attempt {cut.attempt} is not in memory any more")
+        gone = f"step {cut.step} of attempt {cut.attempt} is not in memory any more"
+
+        def source_of(one: Source) -> ShareSource:
+            identity = identity_of(digest, rank=one.rank, world_size=decision.world)
+            if one.address:
+                asked = AskShare(identity=identity, cut=cut, digest=decision.digest)
+                fetched = partial(_fetched, one.address, key, asked)
+                return ShareSource(rank=one.rank, tier="other nodes", open=fetched)
+            is_own = one.rank == self._rank and decision.world == self._world_size
+            opened = partial(_opened, self._folder, self._folder.name_of(identity), cut, gone)
+            return ShareSource(rank=one.rank, tier="own" if is_own else "own node", open=opened)
+
+        for rank, sources in decision.reads(self._rank, self._world_size, held).items():
+            found[rank] = share = HeldShare(map(source_of, sources), self._count, missing=gone)
+            self._held.callback(share.close)
         return found
 
     def _loaded(
         self,
         decision: Decision,
         cut: CutId,
-        shares: Mapping[int, Contents],
+        shares: Mapping[int, HeldShare],
         readers: Mapping[str, Sequence[PendingRecord]],
     ) -> Loaded:
         what = f"step {cut.step} in memory"
         if decision.world == self._world_size:
-            ((whose, contents),) = shares.items()
-            own = loaded_of(contents.documents.trees, specs=contents.specs, source=contents, what=what)
-            return own if whose == self._rank else replace(own, random=None)
+            ((_, share),) = shares.items()
+            own = loaded_of(share.documents.trees, specs=share.specs, source=share, what=what)
+            return own if share.rank == self._rank else replace(own, random=None)
         if several := sorted(reports_of(readers)):
             raise CheckpointMismatch(
                 f"the places of {', '.join(map(repr, several))} depend on the data, and each of {decision.world} ranks "
                 f"has its own: from memory, {self._world_size} ranks cannot go on from them"
             )
-        spare = next(iter(shares.values()))  # shares that another node holds are of the same id
-        every = [shares.get(rank, spare) for rank in range(decision.world)]
+        every = [shares[decision.stand_in(rank, shares)] for rank in range(decision.world)]
         chosen = Selection.of(
             _parts_of(every, cut), saved_by=decision.world, rank=self._rank, world_size=self._world_size
         )
         holders = {key: every[record.ranks[0][0]] for key, record in chosen.records.items()}
         loaded = chosen.loaded(_Arenas(holders, chosen.records), what=what)
-        return loaded if self._rank in shares else replace(loaded, random=None)
+        is_own = self._rank < decision.world and every[self._rank].rank == self._rank
+        return loaded if is_own else replace(loaded, random=None)
 
     def release(self) -> None:
         """Unlock what was read: it may be written again."""
         self._held.close()
         self._held = ExitStack()
 
+    def close(self) -> None:
+        """Release everything, and serve nothing any more."""
+        self.release()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
-def _readers_of(shares: Collection[Contents]) -> dict[str, tuple[PendingRecord, ...]]:
+
+def _opened(folder: ArenaFolder, name: str, cut: CutId, gone: str, stack: ExitStack) -> Contents:
+    """Open a share that lies on this node. `ArenaDamaged` if it is not there."""
+    try:
+        arena = stack.enter_context(folder.open(name))
+    except FileNotFoundError:
+        raise ArenaDamaged(gone) from None
+    if (held := stack.enter_context(arena.hold(cut))) is None:
+        raise ArenaDamaged(gone)
+    return contents_of(held)
+
+
+def _fetched(address: str, key: bytes, asked: AskShare, stack: ExitStack) -> Contents:
+    """Open a share that another node serves. `ArenaDamaged` if it does not."""
+    share = PeerShare(address, key, asked)
+    stack.callback(share.close)
+    return contents_from(share, share.documents(), share.checksums(), f"what {address} has sent")
+
+
+def _readers_of(shares: Collection[HeldShare]) -> dict[str, tuple[PendingRecord, ...]]:
     """Return the pending records of each reader, with the rows that any of the ranks excluded. Raises
     `CheckpointMismatch` if the ranks recorded anything else that differs."""
     found: dict[str, tuple[PendingRecord, ...]] = {}
-    for contents in shares:
-        for name, data in contents.documents.readers.items():
+    for share in shares:
+        for name, data in share.documents.readers.items():
             pending = pending_from_bytes(data)
             known = found.setdefault(name, pending)
             if known is pending:
@@ -206,14 +281,18 @@ def _with_excluded(one: PendingRecord, other: PendingRecord) -> PendingRecord:
     return replace(one, record=replace(one.record, excluded=one.record.excluded + more))
 
 
-def _parts_of(every: Sequence[Contents], cut: CutId) -> list[PartRecord]:
+def _parts_of(every: Sequence[HeldShare], cut: CutId) -> list[PartRecord]:
     """Return the shares of all ranks that captured ``cut`` as parts, each unit with the ranks that have it alike."""
     tensors: defaultdict[tuple[str, bytes], list[int]] = defaultdict(list)
     trees: defaultdict[tuple[str, bytes], list[int]] = defaultdict(list)
-    for rank, contents in enumerate(every):
-        for key, leaves in contents.leaves().items():
-            tensors[key, digest_of_leaves([leaves])].append(rank)
-        for item, document in contents.documents.trees.items():
+    digests = {
+        id(share): {key: digest_of_leaves([leaves]) for key, leaves in share.leaves().items()}
+        for share in {id(one): one for one in every}.values()
+    }
+    for rank, share in enumerate(every):
+        for key, digest in digests[id(share)].items():
+            tensors[key, digest].append(rank)
+        for item, document in share.documents.trees.items():
             trees[item, document].append(rank)
     return [
         PartRecord(
@@ -224,7 +303,7 @@ def _parts_of(every: Sequence[Contents], cut: CutId) -> list[PartRecord]:
             cut=b"",
             files=(),
             tensors=tuple(
-                TensorRecord(spec=contents.specs[key], digest=digest, slabs=(), ranks=ranges(ranks))
+                TensorRecord(spec=share.specs[key], digest=digest, slabs=(), ranks=ranges(ranks))
                 for (key, digest), ranks in tensors.items()
                 if ranks[0] == rank
             ),
@@ -234,7 +313,7 @@ def _parts_of(every: Sequence[Contents], cut: CutId) -> list[PartRecord]:
                 if ranks[0] == rank
             ),
         )
-        for rank, contents in enumerate(every)
+        for rank, share in enumerate(every)
     ]
 
 
@@ -243,7 +322,7 @@ class _Arenas:
 
     __slots__ = ("_holders", "_records")
 
-    def __init__(self, holders: Mapping[str, Contents], records: Mapping[str, TensorRecord]) -> None:
+    def __init__(self, holders: Mapping[str, HeldShare], records: Mapping[str, TensorRecord]) -> None:
         self._holders, self._records = holders, records
 
     def fill(self, into: Mapping[str, memoryview]) -> None:

@@ -21,11 +21,13 @@ is no damage, and the newer one is chosen.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,6 +37,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.consumed.exclusions import exclusions_from_text, said_of_every
 from lakeckpt.checkpoint.faults.aftermath import Aftermath
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo, Exclusion
+from lakeckpt.checkpoint.peers.wire import KEY_BYTES
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.history import exclusions_in
 from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
@@ -45,11 +48,12 @@ from lakeckpt.checkpoint.restore.from_memory import Offer, Remembered
 from lakeckpt.checkpoint.restore.from_storage import committed
 from lakeckpt.checkpoint.restore.presence import Presence
 from lakeckpt.checkpoint.restore.table_versions import openings_at
+from lakeckpt.checkpoint.state.loaded import counted
 from lakeckpt.checkpoint.state.random_states import derive_random, restore_random
 from lakeckpt.errors import ArenaError, CheckpointDamaged, DamageWarning
 from lakeckpt.lake.storage.base import Storage, expect_folder
 from lakeckpt.recovery.decide import Decision, decide
-from lakeckpt.recovery.facts import CutId, Holding, NodeFacts
+from lakeckpt.recovery.facts import CutId, NodeFacts
 from lakeckpt.recovery.faults import Fault
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.tally import Tally
@@ -68,7 +72,7 @@ _MIXED = "the modules and optimizers hold a mixture of states now: build them an
 _UNSEEN = (
     "rank {} cannot look at what its node's memory holds, so all ranks restore a checkpoint, perhaps an older one: {}"
 )
-_FACTS, _DECISION = "what a node holds", "decision"
+_FACTS, _DECISION, _KEY = "what a node holds", "decision", "key"
 _Which = tuple[int | None, Decision | None, str]
 """The slot of a checkpoint (None: none yet), what was decided of the cut in memory that goes on from it, if that is
 restored, and the text of what leaves the deal."""
@@ -99,6 +103,11 @@ class RestoreReport:
     """The cuts in memory that are newer than what was restored, and why each was passed over."""
     excluded: tuple[str, ...] = ()
     """The rows that have left the deal of what was restored, and why: by an order, or after crashes."""
+    read: Mapping[str, int] = field(default_factory=dict)
+    """How many bytes of tensors this rank has read, and from where: from its ``own`` capture in memory, from that of
+    another rank on its ``own node``, from the memory of ``other nodes``, or from ``storage``."""
+    derived_random: bool = False
+    """True if this rank derived its random states, because those of a rank of its number were not there."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """reader → why the rest of its epoch was skipped: its table version is gone (``on_version_gone="next_epoch"``)."""
 
@@ -118,8 +127,9 @@ class RunCopying(Protocol):
 class Restorer:
     """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, which all
     ranks give or none, if it holds something newer than what was committed. Objects named in ``allow_missing`` keep the
-    state that they have, where what is restored does not hold them. ``step``, ``exclude_steps``: see `Chooser`.
-    ``copies`` makes a copy of another run, with which this one begins if there is none in its place yet."""
+    state that they have, where what is restored does not hold them. ``serves``: nodes read from each other's memory.
+    ``step``, ``exclude_steps``: see `Chooser`. ``copies`` makes a copy of another run, with which this one begins if
+    there is none in its place yet."""
 
     def __init__(
         self,
@@ -132,6 +142,7 @@ class Restorer:
         arenas: ArenaFolder | None = None,
         allow_missing: Collection[str] = (),
         aftermath: Aftermath | None = None,
+        serves: bool = True,
         copies: Callable[[], RunCopying] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -148,7 +159,11 @@ class Restorer:
             objects=objects,
             clock=clock,
         )
-        self._memory = None if arenas is None else Remembered(arenas, storage, rank=rank, world_size=world_size)
+        self._memory = (
+            None if arenas is None else Remembered(arenas, storage, rank=rank, world_size=world_size, count=self._count)
+        )
+        self._serves, self._key = serves, b""
+        self._read_bytes: Counter[str] = Counter()
         self._aftermath = aftermath
         self._objects = objects
         self._unfit: dict[CutId, str] = {}
@@ -167,7 +182,7 @@ class Restorer:
                 return self._restore(presence)
         finally:
             if self._memory is not None:
-                self._memory.release()
+                self._memory.close()
 
     def _restore(self, presence: Presence | None) -> tuple[int, Attempt, RestoreReport]:
         begun: int | None = None
@@ -254,23 +269,24 @@ class Restorer:
             return slot, None, choice["exclusions"]
         exchange, facts = self._exchange, dict[str, str]()
         if exchange.rank == exchange.neighbours[0]:
-            node = NodeFacts(
-                node=socket.gethostname(), ranks=tuple(exchange.neighbours), holdings=self._holdings(choice["run"])
-            )
-            facts[_FACTS] = node.to_text()
+            facts[_FACTS] = self._facts(choice["run"]).to_text()
         decided = exchange.answered(facts, partial(self._decide, Offer.from_text(choice["offer"])))
         decision = Decision.from_text(decided.value(_DECISION))
+        if decision.has_servers:
+            self._key = bytes.fromhex(decided.value(_KEY))
+            self._memory.admit(choice["run"], self._key)
         self._passed_over |= dict(decision.passed_over)
         return slot, None if decision.cut is None else decision, choice["exclusions"]
 
-    def _holdings(self, run: str) -> tuple[Holding, ...]:
+    def _facts(self, run: str) -> NodeFacts:
         """Return what the memory of this node holds of the run; nothing, with a warning, if it cannot be looked at."""
         assert self._memory is not None
+        ranks = self._exchange.neighbours
         try:
-            return self._memory.found(run, self._exchange.neighbours)
+            return self._memory.found(run, ranks, serves=self._serves and len(ranks) < self._exchange.world_size)
         except (ArenaError, OSError) as error:
             warnings.warn(_UNSEEN.format(self._exchange.rank, error), DamageWarning, stacklevel=7)
-            return ()
+            return NodeFacts(node=socket.gethostname(), ranks=tuple(ranks))
 
     def _decide(self, offer: Offer, facts: Tally) -> Tally:
         """Decide on rank 0, from the facts of all nodes."""
@@ -282,7 +298,8 @@ class Restorer:
             recorded=offer.least,
             unfit=self._unfit,
         )
-        return Tally.of([{_DECISION: decision.to_text()}])
+        key = self._key or os.urandom(KEY_BYTES)  # it is rank 0's, and new for each restore
+        return Tally.of([{_DECISION: decision.to_text(), _KEY: key.hex() if decision.has_servers else ""}])
 
     def _pass_over(self, which: _Which, unusable: Unusable) -> None:
         """Report what is damaged, and do not choose it again; do neither if a newer commit has removed it."""
@@ -323,11 +340,17 @@ class Restorer:
     def _read(self, run: str, slot: int | None, decision: Decision | None) -> Candidate:
         if decision is not None:
             assert self._memory is not None
-            return self._memory.recall(run, decision, slot=slot)
+            return self._memory.recall(run, decision, slot=slot, key=self._key)
         assert slot is not None
-        return committed(self._storage, slot, rank=self._exchange.rank, world_size=self._exchange.world_size)
+        found = committed(self._storage, slot, rank=self._exchange.rank, world_size=self._exchange.world_size)
+        return replace(found, loaded=counted(found.loaded, partial(self._count, "storage")))
+
+    def _count(self, source: str, size_bytes: int) -> None:
+        if size_bytes:
+            self._read_bytes[source] += size_bytes
 
     def _apply(self, chosen: Candidate | None) -> None:
+        self._read_bytes.clear()
         if chosen is None:
             self._all.do(self._refuse_mixture)
             self._applying.same_versions()
@@ -371,6 +394,8 @@ class Restorer:
             per_rank=() if chosen is None else chosen.loaded.per_rank,
             passed_over=self._newer_than(chosen),
             excluded=said_of_every(exclusions_from_text(choice["exclusions"])),
+            read=dict(self._read_bytes),
+            derived_random=chosen is not None and chosen.loaded.random is None,
             skipped=skipped,
         )
         return 0 if chosen is None else chosen.step, attempt, report
@@ -401,7 +426,10 @@ class Restorer:
             attempt.parent, attempt.seed, attempt.recorded = manifest.slot, manifest.seed, manifest.step
         if chosen.loaded.random is None:
             if chosen.captured is not None:
-                _LOG.info("rank %d derives its random states: no rank of its number ran here", self._exchange.rank)
+                _LOG.info(
+                    "rank %d derives its random states: those of a rank of its number are not in memory",
+                    self._exchange.rank,
+                )
             derive_random(attempt.seed, chosen.step, self._exchange.rank)
         else:
             restore_random(chosen.loaded.random)

@@ -7,7 +7,7 @@ tensor do not matter. The source verifies every byte that it reads. The module s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from lakeckpt.checkpoint.state.tree import references, tree_from_bytes, union_of
 from lakeckpt.checkpoint.state.wholes import Whole, wholes_of
 from lakeckpt.errors import CheckpointDamaged, UnsupportedValue, WireDamaged
 
-__all__ = ["Loaded", "TensorSource", "loaded_of", "tree_of"]
+__all__ = ["Loaded", "TensorSource", "counted", "loaded_of", "tree_of"]
 
 _BLOCK_BYTES = 64 * 2**20
 """How many bytes of a saved part are read at a time, if they are copied into a tensor of another shape."""
@@ -144,6 +144,34 @@ class Loaded:
             rows, view = empty_for(TensorSpec(key=spec.key, dtype=spec.dtype, shape=(count, *spec.shape[1:])))
             self.source.fill_range(spec.key, low * row_bytes, view)
             yield low, rows
+
+
+class _Counted:
+    """A source whose bytes are counted."""
+
+    __slots__ = ("_count", "_source", "same", "unit_bytes")
+
+    def __init__(self, source: TensorSource, count: Callable[[int], None]) -> None:
+        self._source, self._count = source, count
+        self.same, self.unit_bytes = source.same, source.unit_bytes
+
+    def fill(self, into: Mapping[str, memoryview]) -> None:
+        self._source.fill(into)
+        self._count(sum(map(len, into.values())))
+
+    def fill_range(self, key: str, start: int, into: memoryview) -> None:
+        self._source.fill_range(key, start, into)
+        self._count(len(into))
+
+
+def counted(loaded: Loaded, count: Callable[[int], None]) -> Loaded:
+    """Return the same state, which calls ``count`` with the number of bytes that were read from its source."""
+    of_all = loaded.of_all
+    return replace(
+        loaded,
+        source=_Counted(loaded.source, count),
+        of_all=None if of_all is None else lambda: counted(of_all(), count),
+    )
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

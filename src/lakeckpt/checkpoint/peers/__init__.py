@@ -1,0 +1,11 @@
+"""This package reads shares of cuts from the memory of other nodes, over TCP, while a job restores.
+
+::
+
+    facts: the address of [serve] → decide → a rank's sources: own memory, its node's, other nodes
+                                                                   |
+       a node that has lost its memory                             |          a node that has not
+            [sources] ← leaves, each verified ← [fetch] ←—— [wire]: frames, challenge ——→ [serve] ← arenas
+
+    while a job trains → [alike]: which ranks capture the same share
+"""

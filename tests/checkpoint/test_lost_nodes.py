@@ -1,0 +1,103 @@
+"""A node that is lost with its memory costs no step, if other nodes hold what its ranks had captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.errors import DamageWarning
+from tests.checkpoint.rig import MemoryStorage
+from tests.checkpoint.test_other_nodes import ROWS, Came, job
+from tests.checkpoint.test_remembered import flip, rows_recorded
+
+STEPS = 9
+
+
+class Watched(MemoryStorage):
+    """A storage that notes which objects of data are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
+
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, etag: str | None = None) -> bytes:
+        self.reads += [path] if path.startswith("objects/") else []
+        return super().read(path, start, stop)
+
+
+def lost(storage: MemoryStorage, tmp_path: Path, after: Sequence[str], **options: Any) -> tuple[list[Came], list[Came]]:
+    """Train on the nodes a and b; b is lost; go on with a rank on each of the nodes ``after``. Return both."""
+    before = job(storage, [tmp_path / "a", tmp_path / "b"], steps=STEPS, seed=0, saves_at=2, in_step=True, **options)
+    return before, job(storage, [tmp_path / name for name in after], steps=2, seed=9, saves_at=2, in_step=True)
+
+
+@pytest.mark.parametrize(
+    "after", [("a", "c"), ("c", "a"), ("a",), ("a", "c", "d"), pytest.param(("c", "d", "a"), marks=pytest.mark.soak)]
+)
+def test_a_lost_node_costs_no_step_and_reads_no_data_from_storage(tmp_path: Path, after: tuple[str, ...]) -> None:
+    storage = Watched()
+    before, found = lost(storage, tmp_path, after)
+    assert [one.step for one in found] == [STEPS] * len(after)
+    assert {one.restored for one in found} == {one.reached for one in before}
+    assert storage.reads == []
+    own = "own" if after == ("a", "c") else "own node"
+    for name, one in zip(after, found, strict=True):
+        assert one.report is not None and one.report.captured == STEPS and one.report.checked
+        assert set(one.report.read) == {own if name == "a" else "other nodes"}
+    assert [one.report is not None and one.report.derived_random for one in found] == [
+        rank > 0 for rank in range(len(after))
+    ]
+    assert rows_recorded(storage) == [2 * 2 * ROWS, (STEPS - 2) * 2 * ROWS + 2 * len(after) * ROWS]
+    assert verify(storage).every_damage == ()
+
+
+def test_what_a_lost_rank_had_of_its_own_is_no_replica_and_the_report_says_so(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    _, found = lost(storage, tmp_path, ("a", "c"), own=True)
+    for one in found:
+        assert one.step == 2 and one.report is not None
+        assert one.report.passed_over[0].startswith(
+            f"step {STEPS} of attempt 0: no node holds what rank 1 captured, and no replica of it is known"
+        )
+
+
+def damaged(folder: Path) -> None:
+    """Flip a bit of the weights of the last step in a node's memory, whose checksums were taken."""
+    flip(folder, torch.full((3, 3), float(STEPS)).numpy().tobytes())
+
+
+def test_a_share_that_is_damaged_on_its_own_node_is_read_from_another_one(tmp_path: Path) -> None:
+    storage, nodes = Watched(), [tmp_path / name for name in "abc"]
+    before = job(storage, nodes, steps=STEPS, seed=0, saves_at=2, in_step=True)
+    damaged(tmp_path / "a")
+    found = job(storage, [*nodes[:2], tmp_path / "d"], steps=1, seed=9, in_step=True)
+    assert [one.step for one in found] == [STEPS] * 3 and storage.reads == []
+    assert {one.restored for one in found} == {one.reached for one in before}
+    assert [sorted(one.report.read) for one in found if one.report] == [["other nodes"], ["own"], ["other nodes"]]
+
+
+def test_if_no_source_of_a_share_is_left_all_ranks_take_the_cut_before(tmp_path: Path) -> None:
+    storage, nodes = Watched(), [tmp_path / name for name in "ab"]
+    job(storage, nodes, steps=STEPS, seed=0, saves_at=2, in_step=True)
+    damaged(tmp_path / "a")
+    with pytest.warns(DamageWarning, match=f"memory/0:{STEPS}: this cut is not restored from memory"):
+        found = job(storage, [tmp_path / "a", tmp_path / "c"], steps=1, seed=9, in_step=True)
+    assert [one.step for one in found] == [STEPS - 1] * 2 and storage.reads == []
+
+
+@pytest.mark.parametrize(("before", "after"), [("aabb", "ab"), ("ab", "bac"), ("abc", "b")])
+def test_another_number_of_ranks_reads_the_shares_of_several_nodes(tmp_path: Path, before: str, after: str) -> None:
+    """Each rank has a buffer of its own, so that no share stands for another one."""
+    storage = Watched()
+    first = job(storage, [tmp_path / name for name in before], steps=4, seed=0, saves_at=2, own=True, in_step=True)
+    second = job(storage, [tmp_path / name for name in after], steps=1, seed=9, own=True, in_step=True)
+    if set(before) <= set(after):
+        assert [one.step for one in second] == [4] * len(after) and storage.reads == []
+        assert [one.restored for one in second] == [first[rank % len(before)].reached for rank in range(len(after))]
+    else:  # no rank runs on the other nodes, to serve what they hold
+        assert [one.step for one in second] == [2] * len(after) and storage.reads

@@ -1,0 +1,79 @@
+"""A node of two is lost with its memory: no step is lost, and no data are read from storage.
+
+The nodes are network namespaces with folders of arenas of their own. `report` prints what each case came to:
+``python -m pytest -m system tests/system/test_lost_nodes.py -s``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.cluster_job import ClusterJob, wait
+from tests.system.namespaces import Node, two_nodes
+from tests.system.test_several_nodes import start
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Node, Node]]:
+    with two_nodes() as pair:
+        yield pair
+
+
+def own(job: ClusterJob, memory: str) -> dict[str, str]:
+    """The environment of a node whose memory is the folder of this name."""
+    return {"MANAGER": json.dumps({"capture_every": 1, "persist_every": 5, "arenas": str(job.folder / memory)})}
+
+
+CASES = [
+    "a fresh node comes",
+    "a fresh node comes and ranks swap",
+    "the other goes on alone",
+    "HSDP, a fresh node comes",
+    "HSDP, a fresh node comes and ranks swap",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_lost_node_costs_at_most_one_step_and_nothing_is_read_from_storage(
+    nodes: tuple[Node, Node], tmp_path: Path, case: str
+) -> None:
+    job, is_swapped, count = ClusterJob(tmp_path / "job"), "swap" in case, "1:2" if "alone" in case else "2"
+    ranks = 1
+    if "HSDP" in case:
+        job.environment["HSDP"], ranks = "1", 2
+    host = int(is_swapped)  # it stays; of two nodes, the one with the lower address has rank 0
+    lost = nodes[1 - host]
+    for number, node in enumerate(nodes):
+        start(node, nodes, job, count=count, host=host, ranks=ranks, own=own(job, f"memory-{number}"))
+    job.wait_for_steps(13)
+    lost.kill()
+    shutil.rmtree(job.folder / f"memory-{1 - host}")
+    job.hurry()
+    if "alone" not in case:
+        if is_swapped:
+            lost.move("10.254.0.3")
+        start(lost, nodes, job, count=count, host=host, ranks=ranks, own=own(job, "memory-fresh"))
+    wait(lambda: nodes[host].statuses()[-1] is not None and lost.statuses()[-1] is not None, job.text)
+    assert nodes[host].statuses()[-1] == 0, job.text()
+    job.check_every_row_counted_once(attempts=2)
+    report(case, job)
+
+
+def report(case: str, job: ClusterJob) -> None:
+    """Print how many steps were done again, and what was read from where."""
+    lines = job.lines()
+    restored = list(map(json.loads, (job.folder / "restored.jsonl").read_text().splitlines()))
+    first, second = sorted({line["attempt"] for line in lines})
+    # The last step that the first attempt has noted was not done, if a node was lost in the middle of it.
+    again = max(one["step"] for one in lines if one["attempt"] == first) + 1
+    again -= min(one["step"] for one in lines if one["attempt"] == second)
+    after = [one for one in restored if one["attempt"] == second]
+    read = {one["rank"]: one["read"] for one in after}
+    print(f"\n{case}: steps done again: {again}; bytes that each rank read: {read}")
+    assert again <= 1 and all(one["captured"] == one["step"] for one in after), after
+    assert all(one["read"] and "storage" not in one["read"] for one in after), after
