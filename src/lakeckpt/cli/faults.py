@@ -11,7 +11,7 @@ from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 from lakeckpt.recovery.account import Account
 from lakeckpt.recovery.faults import PHASES, Fault
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "run", "say_account"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     if faults:
         print(_table(faults))
         print(_phases(faults))
-    print(_said(account))
+    print(say_account(account))
     return 0
 
 
@@ -64,7 +64,8 @@ def _phases(faults: list[Fault]) -> TextTable:
     return table
 
 
-def _said(account: Account) -> str:
+def say_account(account: Account) -> str:
+    """Return the account of a run, for people."""
     parts = (
         f"perception {account.perception_s:.1f}, scheduling {account.scheduling_s:.1f}, initialization "
         f"{account.initialization_s:.1f}, recompute {account.recompute_s:.1f}, blocked by saving {account.saving_s:.1f}"
