@@ -8,7 +8,7 @@ The public names load when first used, so that ``import lakeckpt`` and the commi
                                       ^                                    |
                                    [core/]: the order of rows          [tracking/]: what all ranks agree on
                                                                            |
-                                                                       [recovery/]: which cut to go on from
+                                    [watch/]: where ranks are →        [recovery/]: which cut to go on from
     what lasts is written by [wire/]. [errors]: all errors. [counters] → [metrics/]. [progress]: long work is shown.
 
     commands: [cli/], [demo/]. Public modules: [convert], [dcp], [bubbles], [testing/], [integrations/].
@@ -41,7 +41,7 @@ _PUBLIC = {
     "ReadOptions": "lakeckpt.data.base.options",
     "ReadAheadWarning": "lakeckpt.data.position.deliveries",
     "Receipt": "lakeckpt.core.receipts",
-    "RestoreReport": "lakeckpt.checkpoint.restore.restorer",
+    "RestoreReport": "lakeckpt.checkpoint.restore.report",
     "SaveHandle": "lakeckpt.checkpoint.report",
     "Table": "lakeckpt.lake.table.table",
     "TransformContext": "lakeckpt.data.base.transform",
@@ -96,7 +96,7 @@ if TYPE_CHECKING:
     from lakeckpt.checkpoint.load import load
     from lakeckpt.checkpoint.manager import CheckpointManager
     from lakeckpt.checkpoint.report import SaveHandle
-    from lakeckpt.checkpoint.restore.restorer import RestoreReport
+    from lakeckpt.checkpoint.restore.report import RestoreReport
     from lakeckpt.core.merge import merge_states
     from lakeckpt.core.receipts import Receipt
     from lakeckpt.core.streams.mixed_batches import MixedReceipt

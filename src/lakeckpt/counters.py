@@ -109,6 +109,11 @@ class RunCounters(Counters):
     stall_s: float = 0.0
     """Seconds for which saves and captures have held up the training thread."""
     captures: int = 0
+    captured_s: float = 0.0
+    """The time of the newest complete capture, in seconds since 1970; before the first, the time at which the attempt
+    began."""
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """Cause → how many faults ended the attempts before this one, since the last restore; on rank 0."""
     capture_s: float = 0.0
     bubble_bytes: int = 0
     """Bytes that were copied in idle windows."""
@@ -121,7 +126,7 @@ class RunCounters(Counters):
 
     def begin(self, step: int, committed_step: int, restored: Any) -> None:
         """Note where an attempt begins; ``restored`` is the commit that it restored (``created_s``), None: now."""
-        self.step, self.committed_step = step, committed_step
+        self.step, self.committed_step, self.captured_s = step, committed_step, time()
         self.committed_s = time() if restored is None else restored.created_s
 
     def committed(self, step: int, created_s: float, took_s: float) -> None:

@@ -26,6 +26,8 @@ stable, machine-readable name::
     │   ├── CheckpointMismatch     it does not fit the live objects: fix the script
     │   ├── AttemptSuperseded      a newer attempt owns the run: stop
     │   ├── RunInUse               ``exclusive=True``, and the run's job is alive: stop that job first
+    │   ├── CrashLoop              the job dies again and again at one place: exit status 93            (SystemExit)
+    │   ├── NodeLeaves             most deaths lie on this node, and others are enough: exit status 94  (SystemExit)
     │   ├── SaveFailed             the store refused, or ranks are silent: training may go on, nothing was committed
     │   │   ├── SaveRefused        no retry mends it: no permission, no bucket, a full disk
     │   │   └── SaveSkipped        another cut was persisted instead of this one
@@ -64,12 +66,14 @@ __all__ = [
     "CheckpointNotFound",
     "ConditionalPutUnsupported",
     "ConfigError",
+    "CrashLoop",
     "DamageWarning",
     "DataFileChanged",
     "DataFileDamaged",
     "LakeckptError",
     "MissingRanksError",
     "NewerFormat",
+    "NodeLeaves",
     "NullValueError",
     "ObjectChanged",
     "ObjectExists",
@@ -230,6 +234,24 @@ class RunInUse(CheckpointError, kind="run_in_use"):
     """The job of this run is alive, and the manager is exclusive: nothing was changed."""
 
 
+class CrashLoop(CheckpointError, SystemExit, kind="crash_loop"):
+    """The job has died again and again without progress: nothing was changed, and no restart helps. A process that does
+    not handle it ends with status 93."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+        self.code = 93
+
+
+class NodeLeaves(CheckpointError, SystemExit, kind="node_leaves"):
+    """Most deaths of the job lie on this node, and the other nodes go on without it. A process that does not handle it
+    ends with status 94."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+        self.code = 94
+
+
 class SaveFailed(CheckpointError, kind="save_failed"):
     """A checkpoint could not be written, or parts of it are missing. Nothing was committed; training may go on."""
 
@@ -306,7 +328,8 @@ class DamageWarning(UserWarning):
 
 
 class RestartWarning(UserWarning):
-    """Something that the script gives differs from the attempt before, and the run goes on without it."""
+    """Something that the script gives differs from the attempt before, and the run goes on without it; or the ranks
+    cannot make the global batch that the script asks for."""
 
 
 class BackupWarning(UserWarning):

@@ -45,6 +45,7 @@ from lakeckpt.errors import (
 )
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.recovery.facts import CutId
+from lakeckpt.testing.faulty_storage import FaultyStorage, StoreFault
 from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.agent.test_agent import ended
 from tests.checkpoint.rig import (
@@ -59,7 +60,6 @@ from tests.checkpoint.rig import (
     training,
 )
 from tests.checkpoint.seams import believing
-from tests.faults.faulty_storage import Fault, FaultyStorage
 from tests.patience import PATIENCE_S
 
 
@@ -198,7 +198,7 @@ def test_checkpoints_that_cannot_be_removed_are_told_of_and_training_goes_on(tmp
     inner = MemoryStorage()
     objects = make_with_reader()
     waiter = EventWaiter(inner)
-    faulty = FaultyStorage(inner, fail_at={("delete", n): Fault.ERROR for n in range(1, 1000)})
+    faulty = FaultyStorage(inner, fail_at={("delete", n): StoreFault.ERROR for n in range(1, 1000)})
     waiter.died()  # the clock jumps
     with managed(faulty, objects, tmp_path, waiter=waiter, timeout_s=5.0, keep=1) as saver:
         saver.restore()

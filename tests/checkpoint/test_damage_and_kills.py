@@ -18,9 +18,9 @@ from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.errors import CheckpointDamaged, DamageWarning, NewerFormat, SaveFailed
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.testing.faulty_storage import FaultyStorage, Killed, StoreFault
 from lakeckpt.wire.envelope import dumps
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager, train_step, training
-from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
 
 
 def two_checkpoints() -> MemoryStorage:
@@ -234,8 +234,8 @@ def calls_of_a_life() -> int:
     return len(storage.calls)
 
 
-@pytest.mark.parametrize("fault", [Fault.KILL, Fault.KILL_AFTER])
-def test_a_kill_at_every_storage_call_leaves_a_complete_checkpoint(fault: Fault) -> None:
+@pytest.mark.parametrize("fault", [StoreFault.KILL, StoreFault.KILL_AFTER])
+def test_a_kill_at_every_storage_call_leaves_a_complete_checkpoint(fault: StoreFault) -> None:
     total = calls_of_a_life()
     assert total > 20
     for n in range(1, total + 1):
@@ -259,7 +259,7 @@ def test_a_kill_at_every_storage_call_leaves_a_complete_checkpoint(fault: Fault)
 
 def test_a_torn_put_at_every_call_is_never_taken_for_a_checkpoint() -> None:
     """A store that leaves half an object behind: it is not listed with its size, so that nothing is committed."""
-    for fault in (Fault.KILL_TORN, Fault.TORN, Fault.SILENT_TEAR):
+    for fault in (StoreFault.KILL_TORN, StoreFault.TORN, StoreFault.SILENT_TEAR):
         for n in range(1, 5):
             inner = MemoryStorage()
             committed = 0
@@ -277,7 +277,7 @@ def test_a_torn_put_at_every_call_is_never_taken_for_a_checkpoint() -> None:
 def test_an_error_at_every_storage_call_of_a_save_fails_it_cleanly_or_not_at_all() -> None:
     total = calls_of_a_life()
     outcomes = set()
-    for fault in (Fault.ERROR, Fault.LOST_ANSWER):
+    for fault in (StoreFault.ERROR, StoreFault.LOST_ANSWER):
         for n in range(1, total + 1):
             inner = MemoryStorage()
             storage = FaultyStorage(inner)

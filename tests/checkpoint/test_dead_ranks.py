@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from lakeckpt import CheckpointManager
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.testing.faulty_storage import FaultyStorage
 from tests.checkpoint.rig import Counter
-from tests.faults.faulty_storage import FaultyStorage
 from tests.tracking.processes import run_processes
 
 RANKS = 3

@@ -38,6 +38,7 @@ from lakeckpt.errors import (
     UnsupportedValue,
 )
 from lakeckpt.lake.table.table import Table
+from lakeckpt.testing.faulty_storage import FaultyStorage
 from lakeckpt.tracking.obstacles import Obstacle
 from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.flow_readers import FlowReader
@@ -54,7 +55,6 @@ from tests.checkpoint.rig import (
 )
 from tests.checkpoint.scripts import write_table
 from tests.checkpoint.seams import ThreadAgent, manager_with
-from tests.faults.faulty_storage import FaultyStorage
 from tests.patience import PATIENCE_S
 
 TIMEOUT_S = 10_000.0

@@ -14,8 +14,8 @@ from lakeckpt.checkpoint.persist.log import read_log
 from lakeckpt.checkpoint.restore.run_log import RunLog, before_orders
 from lakeckpt.checkpoint.rollback import roll_back
 from lakeckpt.errors import AttemptSuperseded
+from lakeckpt.testing.faulty_storage import FaultyStorage, Killed, StoreFault
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager
-from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
 
 KEEP = 2
 
@@ -93,7 +93,7 @@ def test_every_restore_succeeds_and_every_row_counts_once_in_any_history(history
         elif what == "restore dies":
             before = [one.slot for one in read_history(storage).chain]
             try:
-                Trainer(FaultyStorage(storage, fail_at={("*", more[0]): Fault.KILL}), ordered)
+                Trainer(FaultyStorage(storage, fail_at={("*", more[0]): StoreFault.KILL}), ordered)
             except Killed:
                 assert [one.slot for one in read_history(storage).chain] == before
             live = Trainer(storage, ordered)

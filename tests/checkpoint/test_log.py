@@ -24,10 +24,10 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import SlotTaken, list_slots, put_entry, read_entry, read_log, slot_path
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import NewerFormat, StorageError, WireError
+from lakeckpt.testing.faulty_storage import FaultyStorage, StoreFault
 from lakeckpt.tracking.steps import Frontier, StepRecord, StepRun
 from lakeckpt.wire.envelope import dumps, loads
 from tests.checkpoint.rig import MemoryStorage
-from tests.faults.faulty_storage import Fault, FaultyStorage
 
 
 def begin(slot: int, *, write_id: str = "w", run: str = "run") -> Begin:
@@ -98,15 +98,17 @@ def test_a_slot_is_taken_once() -> None:
 
 def test_a_lost_answer_is_settled_by_reading_back() -> None:
     inner = MemoryStorage()
-    storage = FaultyStorage(inner, fail_at={("put_new", 1): Fault.LOST_ANSWER})
+    storage = FaultyStorage(inner, fail_at={("put_new", 1): StoreFault.LOST_ANSWER})
     put_entry(storage, begin(0))
     assert read_entry(inner, 0) == begin(0)
 
 
 def test_a_put_that_did_not_happen_is_repeated_a_few_times() -> None:
-    storage = FaultyStorage(MemoryStorage(), fail_at={("put_new", 1): Fault.ERROR, ("put_new", 2): Fault.ERROR})
+    storage = FaultyStorage(
+        MemoryStorage(), fail_at={("put_new", 1): StoreFault.ERROR, ("put_new", 2): StoreFault.ERROR}
+    )
     put_entry(storage, begin(0))
-    always = FaultyStorage(MemoryStorage(), fail_at={("put_new", n): Fault.ERROR for n in range(1, 9)})
+    always = FaultyStorage(MemoryStorage(), fail_at={("put_new", n): StoreFault.ERROR for n in range(1, 9)})
     with pytest.raises(StorageError):
         put_entry(always, begin(0))
     assert len([call for call in always.calls if call[0] == "put_new"]) == 3
@@ -114,7 +116,7 @@ def test_a_put_that_did_not_happen_is_repeated_a_few_times() -> None:
 
 def test_an_answer_that_is_lost_twice_over_is_told_apart_from_another_entry() -> None:
     inner = put_all(MemoryStorage(), begin(0, write_id="other"))
-    storage = FaultyStorage(inner, fail_at={("put_new", 1): Fault.ERROR})
+    storage = FaultyStorage(inner, fail_at={("put_new", 1): StoreFault.ERROR})
     with pytest.raises(SlotTaken):
         put_entry(storage, begin(0))
 

@@ -29,10 +29,10 @@ from lakeckpt.errors import (
     StorageError,
     UnsupportedValue,
 )
+from lakeckpt.testing.faulty_storage import FaultyStorage, StoreFault
 from lakeckpt.wire.envelope import dumps
 from tests.checkpoint.rig import Counter, MemoryStorage, Reader, manager, train_step, training
 from tests.checkpoint.seams import believing
-from tests.faults.faulty_storage import Fault, FaultyStorage
 
 
 def everything(*, seed: int = 0) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def test_the_ledger_adds_up_over_epochs_attempts_and_rewinds() -> None:
 
 def test_a_save_that_failed_is_in_the_record_of_the_next() -> None:
     inner = MemoryStorage()
-    storage = FaultyStorage(inner, fail_at={("put", 1): Fault.ERROR})
+    storage = FaultyStorage(inner, fail_at={("put", 1): StoreFault.ERROR})
     reader = Reader()
     saver = manager(storage, {"reader": reader}, persist_every=2)
     saver.restore()
@@ -272,7 +272,7 @@ def test_a_save_that_failed_is_in_the_record_of_the_next() -> None:
 
 def test_a_failed_save_raises_by_default_and_the_next_one_succeeds() -> None:
     inner = MemoryStorage()
-    storage = FaultyStorage(inner, fail_at={("put", 1): Fault.ERROR})
+    storage = FaultyStorage(inner, fail_at={("put", 1): StoreFault.ERROR})
     saver = manager(storage, {"n": Counter()})
     saver.restore()
     saver.step()
@@ -292,10 +292,14 @@ def test_a_commit_whose_answer_was_lost_counts(reads_back: bool) -> None:
     batches = iter(reader)
     next(batches)
     saver.step()
-    faults = {("put_new", 2): Fault.LOST_ANSWER, ("put_new", 3): Fault.ERROR, ("put_new", 4): Fault.ERROR}
+    faults = {
+        ("put_new", 2): StoreFault.LOST_ANSWER,
+        ("put_new", 3): StoreFault.ERROR,
+        ("put_new", 4): StoreFault.ERROR,
+    }
     if not reads_back:
         read = len([call for call in storage.calls if call[0] == "read"])
-        faults |= {("read", read + n): Fault.ERROR for n in range(1, 40)}
+        faults |= {("read", read + n): StoreFault.ERROR for n in range(1, 40)}
         faults = {key: fault for key, fault in faults.items() if key[0] == "put_new"} | {
             key: fault for key, fault in faults.items() if key[0] == "read" and key[1] > read + 2
         }

@@ -14,7 +14,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
-from lakeckpt.checkpoint.restore.restorer import RestoreReport
+from lakeckpt.checkpoint.restore.report import RestoreReport
 from lakeckpt.errors import DamageWarning
 from tests.checkpoint.agent.rig import take_checksums
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, Reader, good, manager, run_ranks
@@ -101,6 +101,8 @@ def test_ranks_that_changed_their_nodes_go_on_from_the_replicas_there(tmp_path: 
     assert [one.step for one in after] == [5, 5]
     assert {one.restored for one in after} == {one.reached for one in before}
     assert all(one.report is not None and one.report.captured == 5 and one.report.checked for one in after)
+    assert all(one.report is not None and not one.report.derived_random for one in after)  # these lie on the other node
+    assert all(one.report is not None and one.report.read.keys() == {"own node"} for one in after)
     assert rows_recorded(storage) == [2 * 2 * ROWS, 5 * 2 * ROWS] and verify(storage).every_damage == ()
 
 

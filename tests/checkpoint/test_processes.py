@@ -18,9 +18,9 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import StorageError
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.testing.faulty_storage import FaultyStorage
 from tests.checkpoint.rig import Reader, training
 from tests.checkpoint.seams import manager_with
-from tests.faults.faulty_storage import FaultyStorage
 from tests.patience import PATIENCE_S
 from tests.tracking.processes import run_processes
 

@@ -29,6 +29,7 @@ from lakeckpt.errors import (
     TrackingError,
     UnsupportedValue,
 )
+from lakeckpt.testing.faulty_storage import FaultyStorage, StoreFault
 from lakeckpt.tracking.rounds import facts_to_bytes
 from lakeckpt.tracking.tally import Tally
 from tests.checkpoint.rig import (
@@ -45,7 +46,6 @@ from tests.checkpoint.rig import (
     train_step,
     training,
 )
-from tests.faults.faulty_storage import Fault, FaultyStorage
 from tests.patience import PATIENCE_S
 
 DATA = torch.linspace(-1, 1, 128).reshape(16, 8)
@@ -322,7 +322,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all_and_the_next_one_succeed
     waiter = EventWaiter(storage)
 
     def body(rank: int, exchange: HubExchange) -> Any:
-        faults = {("put", 1): Fault.ERROR} if rank == 1 else {}
+        faults = {("put", 1): StoreFault.ERROR} if rank == 1 else {}
         mine = FaultyStorage(storage, fail_at=faults)
         saver = manager(mine, {"own": Counter(torch.full((4,), float(rank)))}, exchange=exchange, waiter=waiter)
         saver.restore()
@@ -344,7 +344,7 @@ def test_a_committer_that_cannot_commit_fails_the_save_on_all() -> None:
     waiter = EventWaiter(storage)
 
     def body(rank: int, exchange: HubExchange) -> Any:
-        faults = {("put_new", n): Fault.ERROR for n in (2, 3, 4)} if rank == 0 else {}
+        faults = {("put_new", n): StoreFault.ERROR for n in (2, 3, 4)} if rank == 0 else {}
         mine = FaultyStorage(storage, fail_at=faults)
         saver = manager(mine, {"n": Counter()}, exchange=exchange, waiter=waiter, persist_every=1)
         saver.restore()

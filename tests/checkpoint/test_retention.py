@@ -32,8 +32,8 @@ from lakeckpt.errors import (
     SaveFailed,
     StorageError,
 )
+from lakeckpt.testing.faulty_storage import FaultyStorage, Killed, StoreFault
 from tests.checkpoint.rig import Counter, EventWaiter, HubExchange, MemoryStorage, good, manager, run_ranks
-from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
 from tests.patience import PATIENCE_S
 
 
@@ -128,7 +128,7 @@ def test_a_save_that_is_not_committed_removes_nothing() -> None:
     inner = MemoryStorage()
     run(inner, 2, keep=1)
     before = folders(inner)
-    faults = {("put_new", n): Fault.ERROR for n in range(3, 6)}  # behind the attempt's two entries
+    faults = {("put_new", n): StoreFault.ERROR for n in range(3, 6)}  # behind the attempt's two entries
     with pytest.raises(SaveFailed):
         run(FaultyStorage(inner, fail_at=faults), 1, keep=1)
     assert before < folders(inner)
@@ -143,7 +143,7 @@ def test_a_save_that_is_not_committed_removes_nothing() -> None:
 
 def test_a_failure_to_remove_does_not_fail_the_save() -> None:
     inner = MemoryStorage()
-    storage = FaultyStorage(inner, fail_at={("delete", 1): Fault.ERROR})
+    storage = FaultyStorage(inner, fail_at={("delete", 1): StoreFault.ERROR})
     with pytest.warns(RetentionWarning, match="could not be removed") as told:
         run(storage, 3, keep=1)
     assert len(told) == 1, "the third save removed what the second could not"
@@ -158,7 +158,7 @@ def half_removed(deletes: int) -> MemoryStorage:
     storage = MemoryStorage()
     run(storage, 3, keep=2, value=TENSOR)
     with pytest.raises(Killed):
-        run(FaultyStorage(storage, fail_at={("delete", deletes): Fault.KILL}), 1, keep=1, value=TENSOR)
+        run(FaultyStorage(storage, fail_at={("delete", deletes): StoreFault.KILL}), 1, keep=1, value=TENSOR)
     return storage
 
 

@@ -18,9 +18,9 @@ from lakeckpt.checkpoint.persist.log import list_slots
 from lakeckpt.cli.main import main
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.testing.faulty_storage import FaultyStorage, Killed, StoreFault
 from tests.checkpoint.rig import Counter, HubExchange, MemoryStorage, Reader, changed, good, manager, run_ranks
 from tests.checkpoint.scripts import Script, write_table
-from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
 
 GOAL = 12
 
@@ -67,8 +67,8 @@ def test_a_copy_is_verified_audited_and_trained_on_as_the_run_is(script: Script,
     goes_on(script, target, 5)
 
 
-@pytest.mark.parametrize("fault", [Fault.KILL_AFTER, pytest.param(Fault.ERROR, marks=pytest.mark.soak)])
-def test_whenever_a_second_copy_ends_the_place_holds_a_whole_run_and_goes_on(script: Script, fault: Fault) -> None:
+@pytest.mark.parametrize("fault", [StoreFault.KILL_AFTER, pytest.param(StoreFault.ERROR, marks=pytest.mark.soak)])
+def test_whenever_a_second_copy_ends_the_place_holds_a_whole_run_and_goes_on(script: Script, fault: StoreFault) -> None:
     source, before = script.storage, MemoryStorage()
     copied(source, before, step=8)
     seen = FaultyStorage(stored(before))

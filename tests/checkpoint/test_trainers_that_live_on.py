@@ -20,6 +20,7 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import list_slots, read_log
 from lakeckpt.checkpoint.rollback import roll_back
 from lakeckpt.errors import AttemptSuperseded, CheckpointDamaged, CheckpointMismatch, CheckpointNotFound, StateMismatch
+from lakeckpt.testing.faulty_storage import FaultyStorage, Killed, StoreFault
 from tests.checkpoint.rig import (
     Counter,
     EventWaiter,
@@ -33,7 +34,6 @@ from tests.checkpoint.rig import (
     training,
 )
 from tests.checkpoint.scripts import write_table
-from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
 
 ROWS = 100_000
 
@@ -357,7 +357,7 @@ def test_a_restore_that_dies_at_any_call_leaves_the_history_as_it_was_and_the_ne
     run(whole)
     counted = FaultyStorage(whole)
     manager(counted, fresh()).restore()
-    for fault in (Fault.KILL, Fault.KILL_AFTER):
+    for fault in (StoreFault.KILL, StoreFault.KILL_AFTER):
         for n in range(1, len(counted.calls) + 1):
             storage = MemoryStorage()
             run(storage)

@@ -14,8 +14,8 @@ from lakeckpt.checkpoint.persist import persist
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.unchanged import Earlier
 from lakeckpt.errors import DamageWarning, SaveFailed
+from lakeckpt.testing.faulty_storage import FaultyStorage, StoreFault
 from tests.checkpoint.rig import Counter, EventWaiter, MemoryStorage, good, manager, record_of, run_ranks
-from tests.faults.faulty_storage import Fault, FaultyStorage
 
 BIG = 4096
 
@@ -110,7 +110,9 @@ def test_damage_in_a_file_that_is_referred_to_is_damage_of_all_that_need_it() ->
 def test_after_a_failed_save_nothing_refers_to_what_was_never_committed() -> None:
     inner = MemoryStorage()
     counter = Counter(state(0.0))
-    saver = manager(FaultyStorage(inner, fail_at={("put_new", n): Fault.ERROR for n in range(3, 6)}), {"n": counter})
+    saver = manager(
+        FaultyStorage(inner, fail_at={("put_new", n): StoreFault.ERROR for n in range(3, 6)}), {"n": counter}
+    )
     saver.restore()
     for step in range(1, 5):
         counter.value = state(float(step))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lakeckpt.cli.launch.attempts import Attempts
 from lakeckpt.cli.main import main
-from lakeckpt.cli.run import _Attempts
+from lakeckpt.recovery.faults import PHASES
 from tests.checkpoint.preemption.jobs import is_proved
+from tests.checkpoint.test_crash_loops import rows_named
 from tests.cli import launched
 from tests.frameworks.harness import write_table
 from tests.patience import PATIENCE_S
@@ -49,6 +53,52 @@ def test_a_killed_job_goes_on_warm_and_each_row_counts_once(tmp_path: Path) -> N
     write_table(tmp_path / "table", rows=launched.ROWS)
     assert "ranks start cold" not in launched.run(tmp_path, kills="9")
     check_rows(tmp_path, {0, 1})
+    (fault,) = faults_of_run(tmp_path)["faults"]
+    assert (fault["cause"], fault["what"], fault["rank"], fault["step"]) == ("signal", "SIGKILL", 1, 9)
+    assert (fault["doing"], fault["deaths"]) == ("compute", 1)
+    assert fault["tier"] in ("memory", "storage")  # agents may have persisted the cut meanwhile
+    assert 0 <= fault["steps_again"] == 9 - fault["back_to"] <= 2  # the other rank may be a step behind
+    assert fault["rows_again"] == 2 * launched.BATCH * fault["steps_again"]
+    assert list(fault["phases"]) == list(PHASES)
+
+
+@pytest.mark.soak
+def test_a_row_that_kills_a_job_of_two_ranks_three_times_ends_the_launcher_with_93(tmp_path: Path) -> None:
+    write_table(tmp_path / "table", rows=launched.ROWS)
+    said = launched.run(tmp_path, mode="crash", status=93)
+    assert "3 times in a row by signal SIGSEGV" in said and f"lakeckpt faults {tmp_path / 'run'}" in said
+    assert launched.POISON in rows_named(tmp_path / "table", said)
+    faults = faults_of_run(tmp_path)["faults"]
+    assert len(faults) == 3 and {(one["cause"], one["what"]) for one in faults} == {("signal", "SIGSEGV")}
+    assert len({json.dumps(one["micro_batch"]) for one in faults}) == 1
+
+
+@pytest.mark.soak
+def test_a_row_that_raises_three_times_ends_the_launcher_with_93(tmp_path: Path) -> None:
+    write_table(tmp_path / "table", rows=launched.ROWS)
+    said = launched.run(tmp_path, mode="raise", status=93)
+    assert "3 times in a row by exception ValueError" in said
+    assert launched.POISON in rows_named(tmp_path / "table", said)
+
+
+@pytest.mark.soak
+def test_a_bad_cut_in_memory_is_passed_over_after_the_third_death(tmp_path: Path) -> None:
+    write_table(tmp_path / "table", rows=launched.ROWS)
+    said = launched.run(tmp_path, mode="bad cut", kills="9")
+    assert "3 deaths in a row without progress: the newest checkpoint before step" in said
+    faults = faults_of_run(tmp_path)["faults"]
+    first, second, third = (one["back_to"] for one in faults)
+    assert first == second > third == 5 and [one["deaths"] for one in faults] == [1, 2, 3]
+    assert is_proved(tmp_path)
+
+
+def faults_of_run(folder: Path) -> dict[str, Any]:
+    """What ``lakeckpt faults --json`` says of the run in ``folder``."""
+    command = [sys.executable, "-m", "lakeckpt", "faults", str(folder / "run"), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(launched.ROOT / "src")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 @pytest.mark.soak
@@ -78,7 +128,7 @@ def test_a_script_that_never_begins_a_run_ends_the_launcher_with_its_own_status(
     assert done.returncode == 7
     assert done.stdout.splitlines() == ["started __main__ ['first', '--second'] True", "at exit"] * 3
     assert "3 attempts failed before the run began" in done.stderr
-    assert "ranks start cold: 2 deaths in a row at one place" in done.stderr
+    assert "ranks start cold: 2 deaths in a row without progress" in done.stderr
     assert "--rdzv-backend=c10d (static), --max-restarts=1000 (0)" in done.stderr
 
 
@@ -109,13 +159,13 @@ def test_what_cannot_run_is_refused_before_a_rank_starts(
     assert words in capsys.readouterr().err
 
 
-def test_attempts_that_begin_at_the_same_step_are_stuck_and_attempts_that_never_begin_are_hopeless(
+def test_attempts_without_progress_are_stuck_and_attempts_that_never_begin_are_hopeless(
     tmp_path: Path,
 ) -> None:
-    attempts = _Attempts(tmp_path)
+    attempts = Attempts(str(tmp_path))
     for number, step in enumerate(("4", "6", "6", "8", "", "", "")):
         if step:
-            (tmp_path / f"{number}.0").write_text(step)
+            (tmp_path / f"{number}.0").write_text(f"{step}\n")
         attempts.failed(number)
-        assert attempts.is_stuck == (number in (2, 5, 6))
+        assert attempts.is_stuck == (number in (2, 4, 5, 6))
         assert attempts.is_hopeless == (number == 6)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lakeckpt.demo.scenario import DemoConfig, Fault, Phase
+from lakeckpt.demo.scenario import DemoConfig, Phase, PlannedFault
 from lakeckpt.demo.trip import Trip, armed_path
 
 
-def config(folder: Path, fault: Fault | None) -> DemoConfig:
+def config(folder: Path, fault: PlannedFault | None) -> DemoConfig:
     phase = Phase(world_size=2, workers=0, fault=fault)
     made = DemoConfig(lake="", folder=str(folder), steps=8, save_every=4, phases=(phase,))
     made.records.mkdir()
@@ -24,7 +24,7 @@ def config(folder: Path, fault: Fault | None) -> DemoConfig:
     ("rank", "step", "point"), [(1, 3, "before-update"), (0, 2, "before-update"), (0, 3, "before-cut")]
 )
 def test_other_ranks_steps_and_points_pass(rank: int, step: int, point: str, tmp_path: Path) -> None:
-    made = config(tmp_path, Fault(rank=0, step=3, point="before-update"))
+    made = config(tmp_path, PlannedFault(rank=0, step=3, point="before-update"))
     Trip(made, 0, rank).reach(point, step)
     assert list(made.records.iterdir()) == []
 
@@ -37,7 +37,7 @@ def test_without_a_fault_every_point_passes(tmp_path: Path) -> None:
 
 
 def test_at_its_fault_a_rank_says_who_it_is_and_waits_to_be_killed(tmp_path: Path) -> None:
-    made = config(tmp_path, Fault(rank=0, step=3, point="before-update"))
+    made = config(tmp_path, PlannedFault(rank=0, step=3, point="before-update"))
     script = (
         "import sys; from lakeckpt.demo.trip import Trip\n"
         "from lakeckpt.demo.scenario import DemoConfig\n"

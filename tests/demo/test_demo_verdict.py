@@ -13,7 +13,7 @@ import pytest
 
 from lakeckpt.checkpoint.ledger.audit_report import AuditReport, EpochAudit, ReaderAudit
 from lakeckpt.demo.records import Launch, Packed, RecordedStep
-from lakeckpt.demo.scenario import LENGTH, DemoConfig, Fault, Phase
+from lakeckpt.demo.scenario import LENGTH, DemoConfig, Phase, PlannedFault
 from lakeckpt.demo.supervise import Death
 from lakeckpt.demo.verdict import RecordedJob, Verdict, judge
 
@@ -66,7 +66,7 @@ def launch(number: int, ranks: int, restored: int, last: int, *, ended: bool = F
     )
 
 
-def job(launches: Sequence[Launch], faults: Sequence[Fault]) -> RecordedJob:
+def job(launches: Sequence[Launch], faults: Sequence[PlannedFault]) -> RecordedJob:
     phases = [
         Phase(world_size=one.world_size, workers=1, fault=fault)
         for one, fault in zip(launches, [*faults, None], strict=True)
@@ -76,7 +76,7 @@ def job(launches: Sequence[Launch], faults: Sequence[Fault]) -> RecordedJob:
     return RecordedJob(config=config, deaths=deaths, launches=tuple(launches))
 
 
-FAULTS = (Fault(rank=1, step=7, point="before-update"), Fault(rank=0, step=15, point="before-cut"))
+FAULTS = (PlannedFault(rank=1, step=7, point="before-update"), PlannedFault(rank=0, step=15, point="before-cut"))
 
 
 def calm() -> RecordedJob:

@@ -22,7 +22,7 @@ from moto.server import ThreadedMotoServer
 
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.open import open_storage
-from tests.faults.faulty_storage import FaultyStorage
+from lakeckpt.testing.faulty_storage import FaultyStorage
 
 CANARY = "canary-5ecr3t-value"
 

@@ -10,7 +10,7 @@ import pytest
 from lakeckpt.errors import ConfigError, StorageError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.lake.storage.local import LocalStorage
-from tests.faults.faulty_storage import Fault, FaultyStorage, Killed
+from lakeckpt.testing.faulty_storage import FaultyStorage, Killed, StoreFault
 
 Call = Callable[[Storage], object]
 CALLS: dict[str, Call] = {
@@ -41,7 +41,7 @@ def done(method: str) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("method", CALLS)
 def test_calls_that_are_not_named_go_through(inner: LocalStorage, method: str) -> None:
-    storage = FaultyStorage(inner, fail_at={(method, 2): Fault.ERROR})
+    storage = FaultyStorage(inner, fail_at={(method, 2): StoreFault.ERROR})
     CALLS[method](storage)
     assert contents(inner) == done(method)
     assert storage.calls == [(method, {"list": "a", "read": "a/x", "delete": "a/x"}.get(method, "a/y"))]
@@ -57,9 +57,9 @@ def test_an_error_comes_before_and_a_lost_answer_after_the_call_is_done(
     before = contents(inner)
     address = ("*" if any_method else method, 1)
     with pytest.raises(StorageError, match=f"injected: {method} .* failed before it was done"):
-        CALLS[method](FaultyStorage(inner, fail_at={address: Fault.ERROR}))
+        CALLS[method](FaultyStorage(inner, fail_at={address: StoreFault.ERROR}))
     assert contents(inner) == before
-    storage = FaultyStorage(inner, fail_at={address: Fault.LOST_ANSWER})
+    storage = FaultyStorage(inner, fail_at={address: StoreFault.LOST_ANSWER})
     with pytest.raises(StorageError, match=f"injected: {method} .* was done, but the answer was lost"):
         CALLS[method](storage)
     assert contents(inner) == done(method)
@@ -69,7 +69,7 @@ def test_an_error_comes_before_and_a_lost_answer_after_the_call_is_done(
 def test_a_kill_is_for_ever_and_no_ordinary_handler_catches_it(inner: LocalStorage, method: str) -> None:
     assert not issubclass(Killed, Exception)
     before = contents(inner)
-    for fault, expected in ((Fault.KILL, before), (Fault.KILL_AFTER, done(method))):
+    for fault, expected in ((StoreFault.KILL, before), (StoreFault.KILL_AFTER, done(method))):
         storage = FaultyStorage(inner, fail_at={(method, 1): fault})
         with pytest.raises(Killed, match=f"killed at {method}"):
             CALLS[method](storage)
@@ -83,17 +83,17 @@ def test_a_kill_is_for_ever_and_no_ordinary_handler_catches_it(inner: LocalStora
 
 
 def test_a_torn_put_leaves_its_first_half(inner: LocalStorage) -> None:
-    for fault, error in ((Fault.TORN, StorageError), (Fault.KILL_TORN, Killed)):
+    for fault, error in ((StoreFault.TORN, StorageError), (StoreFault.KILL_TORN, Killed)):
         with pytest.raises(error):
             FaultyStorage(inner, fail_at={("put", 1): fault}).put("y", [b"01", b"2345"])
         assert inner.read("y") == b"012"
     inner.delete("y")
-    assert FaultyStorage(inner, fail_at={("put", 1): Fault.SILENT_TEAR}).put("y", [b"01", b"2345"]) == 6
+    assert FaultyStorage(inner, fail_at={("put", 1): StoreFault.SILENT_TEAR}).put("y", [b"01", b"2345"]) == 6
     assert inner.read("y") == b"012"
 
 
 def test_a_flipped_read_differs_in_one_bit(inner: LocalStorage) -> None:
-    storage = FaultyStorage(inner, fail_at={("read", 1): Fault.FLIPPED})
+    storage = FaultyStorage(inner, fail_at={("read", 1): StoreFault.FLIPPED})
     assert storage.read("a/x") == b"ac"
     assert storage.read("a/x") == b"ab"
 
@@ -109,11 +109,11 @@ def test_interleavings_are_forced_by_what_runs_before_a_call(inner: LocalStorage
 
 
 def test_faults_that_cannot_happen_are_refused(inner: LocalStorage) -> None:
-    for fail_at in ({("pat", 1): Fault.ERROR}, {("put", 0): Fault.ERROR}, {("put", 1): "error"}):
+    for fail_at in ({("pat", 1): StoreFault.ERROR}, {("put", 0): StoreFault.ERROR}, {("put", 1): "error"}):
         with pytest.raises(ConfigError, match="a fault is addressed by"):
             FaultyStorage(inner, fail_at=fail_at)  # type: ignore[arg-type]
-    for method, fault in (("read", Fault.TORN), ("put_new", Fault.KILL_TORN), ("put", Fault.FLIPPED)):
+    for method, fault in (("read", StoreFault.TORN), ("put_new", StoreFault.KILL_TORN), ("put", StoreFault.FLIPPED)):
         with pytest.raises(ConfigError, match="can only happen to"):
             FaultyStorage(inner, fail_at={(method, 1): fault})
     with pytest.raises(ConfigError, match="cannot happen"):
-        FaultyStorage(inner, fail_at={("*", 1): Fault.TORN}).list()
+        FaultyStorage(inner, fail_at={("*", 1): StoreFault.TORN}).list()

@@ -18,7 +18,7 @@ from lakeckpt.lake.parquet import footer
 from lakeckpt.lake.parquet.footer import read_footer, summarize, summarize_all
 from lakeckpt.lake.storage.base import ObjectInfo
 from lakeckpt.lake.storage.local import LocalStorage
-from tests.faults.faulty_storage import Fault, FaultyStorage
+from lakeckpt.testing.faulty_storage import FaultyStorage, StoreFault
 from tests.lake.tables import footer_of, write
 from tests.patience import PATIENCE_S
 
@@ -195,7 +195,7 @@ def test_the_first_failure_ends_the_reading_of_footers(tmp_path: Path, monkeypat
         if len(storage.calls) == 1:
             ending.wait(timeout=PATIENCE_S)
 
-    storage = FaultyStorage(LocalStorage(tmp_path), fail_at={("read", 1): Fault.ERROR}, before=before)
+    storage = FaultyStorage(LocalStorage(tmp_path), fail_at={("read", 1): StoreFault.ERROR}, before=before)
     with pytest.raises(StorageError, match="injected"):
         summarize_all(storage, infos, threads=1, progress=None)
     assert len(storage.calls) <= 2

@@ -24,7 +24,7 @@ from lakeckpt.lake.parquet.ranges import THREADS
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.table import Table
 from lakeckpt.reading.windows.decode import RowGroupDecoder
-from tests.faults.faulty_storage import Fault, FaultyStorage
+from lakeckpt.testing.faulty_storage import FaultyStorage, StoreFault
 from tests.patience import PATIENCE_S
 from tests.reading.cases import write_file, write_ids
 
@@ -197,7 +197,7 @@ def test_a_failure_ahead_is_raised_when_the_row_group_is_decoded_and_the_next_de
     tmp_path: Path, call: int
 ) -> None:
     table = write_ids(tmp_path, [[2], [3]])
-    storage = FaultyStorage(table.storage, fail_at={("read", call): Fault.ERROR})
+    storage = FaultyStorage(table.storage, fail_at={("read", call): StoreFault.ERROR})
     decoder = RowGroupDecoder(replace(table, storage=storage))
     decoder.expect([0])
     with pytest.raises(StorageError, match="injected"):
@@ -210,7 +210,7 @@ def test_damage_that_was_fetched_ahead_is_raised_only_after_a_second_read(tmp_pa
     table = open_table(tmp_path)
     for faults, is_damaged in (([2], False), ([2, 4], True)):  # the first and the third read are of the footer
         kept_footers.forget()
-        storage = FaultyStorage(table.storage, fail_at={("read", call): Fault.FLIPPED for call in faults})
+        storage = FaultyStorage(table.storage, fail_at={("read", call): StoreFault.FLIPPED for call in faults})
         decoder = RowGroupDecoder(replace(table, storage=storage))
         decoder.expect([0])
         if is_damaged:

@@ -66,13 +66,13 @@ def test_a_lost_node_costs_at_most_one_step_and_nothing_is_read_from_storage(
 
 def report(case: str, job: ClusterJob) -> None:
     """Print how many steps were done again, and what was read from where."""
-    lines = job.lines()
-    restored = list(map(json.loads, (job.folder / "restored.jsonl").read_text().splitlines()))
-    first, second = sorted({line["attempt"] for line in lines})
-    # The last step that the first attempt has noted was not done, if a node was lost in the middle of it.
-    again = max(one["step"] for one in lines if one["attempt"] == first) + 1
-    again -= min(one["step"] for one in lines if one["attempt"] == second)
+    restored, finished = (
+        list(map(json.loads, (job.folder / f"{name}.jsonl").read_text().splitlines()))
+        for name in ("restored", "finished")
+    )
+    first, second = sorted({one["attempt"] for one in finished})
     after = [one for one in restored if one["attempt"] == second]
+    again = max(one["step"] for one in finished if one["attempt"] == first) - after[0]["step"]
     read = {one["rank"]: one["read"] for one in after}
     print(f"\n{case}: steps done again: {again}; bytes that each rank read: {read}")
     assert again <= 1 and all(one["captured"] == one["step"] for one in after), after

@@ -14,7 +14,7 @@
                         |
                         [report] → handle, `on_save`; [outage]: a failed save is tried again
 
-    a run → [load]: objects; [ledger/]: the proof; [interop/]: formats of others; [rollback]: an order in the log;
-            [copying/]: the run at another place
-    [format/]: values of all of these
+    a run → is it there? [presence/]; [load]: objects; [ledger/]: the proof; [interop/]: formats of others;
+            [rollback]: an order in the log; [copying/]: the run at another place
+    a death → [faults/]: notes, and what the next restore does otherwise. [format/]: values of all of these
 """

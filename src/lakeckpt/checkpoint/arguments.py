@@ -8,12 +8,22 @@ from datetime import timedelta
 from os import PathLike
 from typing import Any
 
+from lakeckpt.checkpoint.consumed.steps_used import check_steps
 from lakeckpt.checkpoint.copying.backups import Backup
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING
 from lakeckpt.errors import ConfigError
 from lakeckpt.tracking.readers import reader_of
 
-__all__ = ["check_capturing", "check_settings", "checked_backups", "checked_names", "checked_state", "shared_settings"]
+__all__ = [
+    "check_capturing",
+    "check_settings",
+    "checked_backups",
+    "checked_crash_loop",
+    "checked_names",
+    "checked_state",
+    "checked_steps",
+    "shared_settings",
+]
 
 
 def checked_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,6 +78,29 @@ def checked_backups(backups: Collection[Backup], capture_every: object) -> tuple
             "`lakeckpt copy RUN DESTINATION` as often as you want"
         )
     return tuple(backups)
+
+
+def checked_crash_loop(on_crash_loop: object, max_excluded: object) -> int:
+    """Return how many micro-batches may be excluded: 0 unless ``on_crash_loop`` is ``"exclude"``. `ConfigError` for
+    anything else."""
+    if on_crash_loop not in ("stop", "exclude"):
+        raise ConfigError(f'on_crash_loop is "stop" or "exclude", got {on_crash_loop!r}')
+    if type(max_excluded) is not int or max_excluded < 1:
+        raise ConfigError(f"max_excluded is a positive number of micro-batches, got {max_excluded!r}")
+    return max_excluded if on_crash_loop == "exclude" else 0
+
+
+def checked_steps(step: int | None, exclude_steps: object) -> tuple[int, int] | None:
+    """Return the ``exclude_steps`` of a restore that goes back to ``step``. `ConfigError` if they do not come after it,
+    or if there is no ``step``."""
+    if exclude_steps is None:
+        return None
+    if step is None:
+        raise ConfigError(
+            f"exclude_steps={exclude_steps!r} goes with step=: restore(step=K, exclude_steps=(A, B)) goes back to step "
+            "K and on without the batches that the steps A to B - 1 have used"
+        )
+    return check_steps(step, exclude_steps)
 
 
 def _is_divided(one: object) -> bool:

@@ -13,9 +13,11 @@ from typing import Self
 
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.consumed.watch import Watch
+from lakeckpt.checkpoint.faults.aftermath import Aftermath
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.preemption.preemption import Preempted, Preemption
+from lakeckpt.checkpoint.presence.presence import Presence
 from lakeckpt.checkpoint.report import Reporter
-from lakeckpt.checkpoint.restore.presence import Presence
 from lakeckpt.checkpoint.sync_save import Saver
 from lakeckpt.errors import ConfigError
 from lakeckpt.tracking.exchange import Exchange
@@ -26,6 +28,7 @@ __all__ = ["Closing"]
 class Closing:
     """A manager that ends with its ``with``, or by `close`."""
 
+    _aftermath: Aftermath
     _closed: bool
     _exchange: Exchange
     _preemption: Preemption
@@ -40,9 +43,15 @@ class Closing:
         """Save the last cut."""
         raise NotImplementedError
 
-    def wait(self) -> object:
-        """Return when everything that was saved is committed."""
-        raise NotImplementedError
+    def wait(self) -> CheckpointInfo | None:
+        """Return when everything that was saved is committed: the newest checkpoint that this manager committed, or
+        None if it committed none. Errors as for `save`."""
+        self._refuse_closed()
+        if self._saves is not None:
+            with self._preemption.busy():
+                self._saves.wait()
+            self._reporter.report(self._saves.results())
+        return self._reporter.newest
 
     def close(self) -> None:
         """Close what the manager has opened; save nothing. It may be called again. An agent ends what it has begun."""
@@ -63,6 +72,7 @@ class Closing:
             finally:
                 self._presence.close()
                 self._exchange.close()
+                self._aftermath.close(well=well)
                 self._preemption.close(well=well)
 
     def __enter__(self) -> Self:
@@ -86,6 +96,7 @@ class Closing:
             raise
         finally:
             if failure is not None and not self._closed:
+                self._aftermath.failed(failure)
                 if self._saves is None:
                     self._exchange.obstacles.stop(failure)  # no rank waits for this one until its time is over
                 else:

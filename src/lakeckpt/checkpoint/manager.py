@@ -20,18 +20,22 @@ from lakeckpt.checkpoint.arguments import (
     check_capturing,
     check_settings,
     checked_backups,
+    checked_crash_loop,
     checked_names,
     checked_state,
+    checked_steps,
     shared_settings,
 )
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.bubbles.watch import Bubbles
 from lakeckpt.checkpoint.closing import Closing
+from lakeckpt.checkpoint.consumed.accumulation import accumulation_of
 from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
 from lakeckpt.checkpoint.copying.backups import Backup
 from lakeckpt.checkpoint.copying.run_copy import RunCopy
+from lakeckpt.checkpoint.faults.aftermath import Aftermath
 from lakeckpt.checkpoint.format.keep import Keep, held_metric
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.opening import open_saves, opened, place_of
@@ -39,10 +43,11 @@ from lakeckpt.checkpoint.outage import Outage
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.checkpoint.preemption.preemption import Preemption
+from lakeckpt.checkpoint.presence.presence import Presence
 from lakeckpt.checkpoint.ranks import check_shared, check_topology, exchange_of, note_begun
 from lakeckpt.checkpoint.report import Reporter, SaveHandle
-from lakeckpt.checkpoint.restore.presence import Presence
-from lakeckpt.checkpoint.restore.restorer import Restorer, RestoreReport
+from lakeckpt.checkpoint.restore.report import RestoreReport
+from lakeckpt.checkpoint.restore.restorer import Restorer
 from lakeckpt.checkpoint.restore.run_log import newest_checkpoint
 from lakeckpt.checkpoint.schedule import Schedule, interval_of
 from lakeckpt.checkpoint.sync_save import Saver
@@ -93,6 +98,10 @@ class CheckpointManager(Closing):
             that cannot be written, a superseded attempt). A save that is skipped for a newer one is no failure.
         exclusive: `restore` raises `RunInUse` if another job that trains this run is alive, instead of taking the
             run over (docs/how-to/one-job.md). A job that its launcher starts again is never refused.
+        on_crash_loop: what a restart does if one micro-batch has ended the job three times in a row by one cause:
+            ``"stop"``: `restore` raises `CrashLoop`, which names the rows; ``"exclude"``: the micro-batch leaves the
+            deal, on record, and training goes on (docs/how-to/faults.md).
+        max_excluded: so many micro-batches of the run are excluded at most.
 
     Collective over the ranks: construction, `restore`, `save`, leaving the ``with``, and those `step` at which a save
     falls.
@@ -121,20 +130,25 @@ class CheckpointManager(Closing):
         on_save: Callable[[CheckpointInfo], object] | None = None,
         fail_after: float | timedelta = 3600.0,
         exclusive: bool = False,
+        on_crash_loop: Literal["stop", "exclude"] = "stop",
+        max_excluded: int = 3,
     ) -> None:
         self._objects = checked_state(state)
         fail_after_s = check_settings(fail_after, timeout_s)
         check_capturing(capture_every, arenas, bubbles, peers)
         every = interval_of(persist_every)
         self._storage = opened(uri, storage_options)
-        node = ArenaFolder(arenas).path
-        self._exchange, self._waiter = self._talk(group, timeout_s, alone=world_size == 1, node=node)
+        self._exchange, self._waiter = self._talk(
+            group, timeout_s, alone=world_size == 1, node=ArenaFolder(arenas).path
+        )
         check_topology(self._exchange, rank, world_size)
-        self._capture_every = capture_every
+        self._capture_every, captures = capture_every, capture_every is not None
         copies = checked_backups(backups, capture_every)
         given = (self._storage, uri, storage_options or {}, arenas, copies)
-        self._place = None if capture_every is None else place_of(*given)
+        self._place = place_of(*given) if captures else None
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
+        most = checked_crash_loop(on_crash_loop, max_excluded)
+        self._aftermath = Aftermath(self._storage, self._exchange, arenas, captures=captures, max_excluded=most)
         self._bubbles = bubbles
         self._saves: Saver | Background | None = None
         self._settings = Settings(keep=keep if isinstance(keep, Keep) else Keep(last=keep), timeout_s=timeout_s)
@@ -146,7 +160,13 @@ class CheckpointManager(Closing):
             save_on, self._exchange, lambda: reporter.saved_step, grace_s=grace_s, requeue=requeue
         )
         self._serves = peers is None
-        shared = {"keep": self._settings.keep, "fail_after": fail_after_s, "exclusive": exclusive, "peers": peers}
+        shared = {
+            "keep": self._settings.keep,
+            "fail_after": fail_after_s,
+            "exclusive": exclusive,
+            "max_excluded": most,
+            "peers": peers,
+        }
         self._shared = shared_settings(
             persist_every=str(every), capture_every=capture_every, save_on=self._preemption.names, **shared
         )
@@ -185,6 +205,7 @@ class CheckpointManager(Closing):
         self,
         step: int | None = None,
         *,
+        exclude_steps: tuple[int, int] | None = None,
         allow_missing: Collection[str] = (),
         source: str | PathLike[str] | Storage | None = None,
         source_options: Mapping[str, Any] | None = None,
@@ -196,8 +217,9 @@ class CheckpointManager(Closing):
 
         ``step`` rolls the run back to its newest checkpoint of that step: later work is abandoned. This is an order
         given once. A script that is started again with the same ``step`` goes on from the newest checkpoint if the
-        history descends from this roll-back already. To go back to the same step again: ``lakeckpt rollback``. Rank 0's
-        ``step`` counts.
+        history descends from this roll-back already. To go back to the same step again: ``lakeckpt rollback``. With
+        ``exclude_steps=(A, B)``, half-open, ``step`` < A < B, training goes on without the batches that these steps had
+        used, after a loss spike: they leave the deal, on record (docs/how-to/go-back.md). Rank 0's arguments count.
 
         ``source``: the place of another run, such as what ``lakeckpt copy`` has made. If this run's place is empty, the
         newest checkpoint of that run and its history are copied here first, and verified; else it is not looked at.
@@ -211,14 +233,16 @@ class CheckpointManager(Closing):
         `CheckpointMismatch` listing all differences, and `StateError` if a reader refuses its state. In these cases
         nothing is changed on any rank and nothing is written, so that a job that is alive goes on. `CheckpointDamaged`
         if there are checkpoints and none is whole; `CheckpointNotFound` naming the steps that can be restored, if
-        ``step`` is none of them; `StorageError` naming the cut if the run is away (docs/how-to/one-job.md) and does not
-        come back within ``timeout_s``; `RunInUse` with ``exclusive=True``. Tensors are read in place. If an object
-        fails to load its state after that, they hold a mixture of states, and the error says so.
+        ``step`` is none of them, and if the history has not all of ``exclude_steps``; `StorageError` naming the cut if
+        the run is away (docs/how-to/one-job.md) and does not come back within ``timeout_s``; `RunInUse` with
+        ``exclusive=True``. Tensors are read in place. If an object fails to load its state after that, they hold a
+        mixture of states, and the error says so.
         """
         self._refuse_closed()
         if self._saves is not None:
             raise ConfigError("this manager has restored already: make another one to restore again")
         missing = checked_names(allow_missing, self._objects, step)
+        steps = checked_steps(step, exclude_steps)
         check_shared(self._exchange, self._shared)
         arenas = None if self._place is None else self._place.arenas
         done, attempt, self._report = Restorer(
@@ -226,9 +250,11 @@ class CheckpointManager(Closing):
             self._exchange,
             self._objects,
             step=step,
+            exclude_steps=steps,
             arenas=arenas,
             allow_missing=missing,
             serves=self._serves,
+            aftermath=self._aftermath,
             copies=None if source is None else partial(RunCopy, opened(source, source_options), self._storage),
         ).restore(self._presence)
         # If one rank cannot begin, none does: the others would wait for it at the first save.
@@ -237,7 +263,7 @@ class CheckpointManager(Closing):
         if isinstance(self._saves, Background):
             self._saves.divide(tally)
         self._preemption.start(done, has_agent=self._place is not None)
-        note_begun(done)
+        note_begun(done, self._aftermath.page)
         return done
 
     def _begin(self, done: int, attempt: Attempt) -> Mapping[str, str]:
@@ -262,6 +288,8 @@ class CheckpointManager(Closing):
         self._schedule.start(done)
         self._counters.begin(done, attempt.recorded, self._report.restored if self._report else None)
         self._uncount = RUNS.follow(self, self._counters)
+        self._aftermath.trains(done, self._tracks)
+        self._counters.faults = self._aftermath.causes
         replicas = self._saves.replica_facts() if isinstance(self._saves, Background) else {}
         return replicas | sharing_facts(objects, self._tracks, self._exchange.world_size)
 
@@ -288,6 +316,7 @@ class CheckpointManager(Closing):
         self._metric = held_metric(metric)
         self._step += 1
         self._counters.step = self._step
+        self._aftermath.stepped(self._step, self._counters.stall_s)
         self._watch.stepped(cut_all(self._tracks, self._step, receipts))
         if self._bubbles is not None:
             self._bubbles.gate.cut(self._step)
@@ -307,6 +336,17 @@ class CheckpointManager(Closing):
         if self._preemption.stops_at(self._step):
             self._save_last()
             self._preemption.leave()
+        self._aftermath.phase("between")
+
+    def accumulation(self, *, global_batch: int, reader: str | None = None, exact: bool = False) -> int:
+        """Return how many micro-batches each rank accumulates for one optimizer step, so that a step has
+        ``global_batch`` rows (packed: sequences) on all ranks, whatever their number is now.
+
+        If that does not come out even, the number is rounded up, with a `RestartWarning`; with ``exact=True`` it is a
+        `ConfigError`. ``reader`` names the loader in the state, if there are several. Call it on every rank, before or
+        after `restore`.
+        """
+        return accumulation_of(self._objects, global_batch, reader=reader, exact=exact)
 
     def skip(self, batch: Any) -> None:
         """Record that this rank took ``batch`` (as `step` takes it) and trains nothing on it; call it before the next
@@ -339,16 +379,6 @@ class CheckpointManager(Closing):
         with self._preemption.busy(), self._reporter.stalling():
             self._save(saves, sync=sync)
         return self._reporter.newest if handle is None else handle
-
-    def wait(self) -> CheckpointInfo | None:
-        """Return when everything that was saved is committed: the newest checkpoint that this manager committed, or
-        None if it committed none. Errors as for `save`."""
-        self._refuse_closed()
-        if self._saves is not None:
-            with self._preemption.busy():
-                self._saves.wait()
-            self._reporter.report(self._saves.results())
-        return self._reporter.newest
 
     def fence(self) -> None:
         """Return when the state may change.

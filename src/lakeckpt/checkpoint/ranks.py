@@ -16,10 +16,12 @@ import torch.distributed as dist
 from lakeckpt.errors import ConfigError, TrackingError
 from lakeckpt.tracking.exchange import Exchange, exchange_of_group
 
-__all__ = ["LAUNCH", "check_shared", "check_topology", "exchange_of", "note_begun"]
+__all__ = ["LAUNCH", "MIN_NODES", "check_shared", "check_topology", "exchange_of", "note_begun"]
 
 LAUNCH = "LAKECKPT_LAUNCH"
 """The environment variable with the folder of the launcher, `lakeckpt run`, for notes of its ranks."""
+MIN_NODES = "LAKECKPT_MIN_NODES"
+"""The environment variable with how many nodes are enough for the job, as `lakeckpt run` was told."""
 
 
 def exchange_of(group: Any, timeout_s: float, *, alone: bool, node: str = "") -> Exchange:
@@ -71,9 +73,10 @@ def check_shared(exchange: Exchange, settings: Mapping[str, str]) -> None:
         )
 
 
-def note_begun(step: int) -> None:
-    """Tell the launcher of this process, if it is `lakeckpt run`, that an attempt began, and at which step."""
+def note_begun(step: int, page: str = "") -> None:
+    """Tell the launcher of this process, if it is `lakeckpt run`, that an attempt began, at which step, and where the
+    ``page`` of this rank lies."""
     if folder := os.environ.get(LAUNCH):
         note = Path(folder, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}.{os.environ.get('LOCAL_RANK', 0)}")
         with contextlib.suppress(OSError):  # the launcher is gone, and its folder with it
-            note.write_text(str(step))
+            note.write_text(f"{step}\n{page}")

@@ -5,7 +5,8 @@
     arguments → [main] → the module of the command → [output] → text, or JSON
                               |
          a table:    [plan/]
-         a run, by [run_arguments]:    [inspect], [verify], [audit], [explain], [explore/], [writing/]
+         a run, by [run_arguments]:    [inspect], [verify], [audit], [explain], [explore/], [faults],
+                                       [writing/]
          this node:  [doctor]
-         a job:      [run] → torchrun's agent → ranks, forked from a server that imported [warm]
+         a job:      [launch/] → torchrun's agent → ranks, forked from a server that has imported torch
 """

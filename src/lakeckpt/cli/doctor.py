@@ -18,6 +18,7 @@ from lakeckpt.checkpoint.agent.generations import digest_of_place
 from lakeckpt.checkpoint.agent.leftovers import KeptArena, kept_in, left_logs, reclaim, remove_log
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.markers import remove_marker
+from lakeckpt.checkpoint.faults.notes import remove_notes
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, print_json
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.base import describe
@@ -71,6 +72,7 @@ def _forget(folder: ArenaFolder, run: str, *, as_json: bool) -> int:
     for path in logs:
         remove_log(path)
     had_marker = remove_marker(folder, place)
+    remove_notes(folder.path, place)
     arenas = [_plain(one, gone) for one in found]
     removed = [one for one in arenas if one["use"] == "removed"]
     if as_json:

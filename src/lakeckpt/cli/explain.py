@@ -73,6 +73,10 @@ def _show(found: StepExplained, *, every_row: bool) -> None:
             f"{reader.reader}  {format_count(reader.rows, reader.order.unit_name)} of epoch {epochs}, "
             f"{len(reader.ranks)} of {format_count(reader.world_size, 'rank')}"
         )
+        for one in reader.left_out:
+            rows = format_count(sum(each.size for each in one.positions.values()), reader.order.unit_name)
+            had = "" if one.steps is None else f", which the steps {one.steps[0]:,} to {one.steps[1] - 1:,} had used"
+            print(f"left the deal before this step ({one.reason}): {rows}{had}")
         if any(rank.documents is not None for rank in reader.ranks):
             print(_document_tokens(reader))
         else:

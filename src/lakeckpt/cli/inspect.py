@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
+from lakeckpt.checkpoint.consumed.source_records import SourceRecord, readers_in
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.format.register import best_first
 from lakeckpt.checkpoint.ledger.audit import read_run
-from lakeckpt.checkpoint.ledger.source_records import SourceRecord, readers_in
 from lakeckpt.checkpoint.ledger.verify import Kept
 from lakeckpt.checkpoint.persist.history import History
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json
@@ -72,7 +72,12 @@ def overview_of(history: History, kept: Kept, *, newest: int) -> dict[str, Any]:
         ],
         "attempts": _attempts(history, Counter(manifest.attempt for manifest in manifests)),
         "roll_backs": [
-            {"step": one.rolled_back_to, "restored_slot": one.restored, "created_s": one.created_s}
+            {
+                "step": one.rolled_back_to,
+                "restored_slot": one.restored,
+                "exclude_steps": one.exclude_steps,
+                "created_s": one.created_s,
+            }
             for one in history.restores
             if one.rolled_back_to is not None
         ],
@@ -155,7 +160,10 @@ def _show(plain: dict[str, Any], place: str, *, newest: int) -> None:
     print()
     _show_attempts(plain["attempts"], {one["slot"]: one["step"] for one in plain["checkpoints"]}, newest)
     for one in plain["roll_backs"][-newest:]:
-        print(f"rolled back to step {one['step']:,} (slot {one['restored_slot']}) {format_time(one['created_s'])}")
+        first, stop = one["exclude_steps"] or (0, 0)
+        but = f", without the batches of the steps {first:,} to {stop - 1:,}," if stop else ""
+        when = format_time(one["created_s"])
+        print(f"rolled back to step {one['step']:,} (slot {one['restored_slot']}){but} {when}")
     print()
     _show_checkpoints(plain["checkpoints"], plain["best_slot"], newest)
     if plain["leftover_files"]:

@@ -34,6 +34,7 @@ _COMMANDS = {
     "copy": "copy a checkpoint and its history to another place, from which a job can go on",
     "rollback": "go back to an earlier checkpoint: the next restore goes on from there",
     "doctor": "what runs keep in this node's memory, and what ended runs have left there",
+    "faults": "why attempts of a run died, what each fault cost, and how much of the time was training",
     "audit": "prove that every row was consumed exactly once, or name those that were not",
 }
 _ELSEWHERE = {
@@ -80,7 +81,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     asked = next((word for word in argv if not word.startswith("-")), None)
     if argv[:1] == ["run"]:  # torchrun's own parser reads the rest
-        return importlib.import_module("lakeckpt.cli.run").parse(argv[1:])  # type: ignore[no-any-return]
+        return importlib.import_module("lakeckpt.cli.launch.run").parse(argv[1:])  # type: ignore[no-any-return]
     for name, about in _COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")

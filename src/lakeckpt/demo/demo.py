@@ -20,7 +20,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.checkpoint.faults.records import faults_of
+from lakeckpt.checkpoint.ledger.audit import audit, read_run
+from lakeckpt.cli.faults import say_account
 from lakeckpt.demo.lake import build_lake, lake_numbers
 from lakeckpt.demo.records import read_launches
 from lakeckpt.demo.scenario import LENGTH, DemoConfig, Phase, scenario_for
@@ -83,12 +85,15 @@ def run_demo(
     except DemoFailed as failure:
         print(f"RED {failure}")
         return False
-    report = audit(open_storage(str(faulted.checkpoints)))
+    run = open_storage(str(faulted.checkpoints))
+    report = audit(run)
     verdict = judge(*jobs, {source: lake_numbers(lake / source) for source in sequences}, report)
     (out / "verdict.json").write_text(json.dumps({"green": verdict.green, **asdict(verdict)}, indent=1) + "\n")
     _print_verdict(verdict, jobs[1], time.monotonic() - began)
     print(f"  {out / 'verdict.json'}")
-    print(f"  lakeckpt audit {os.path.relpath(faulted.checkpoints)}")
+    print(f"  {say_account(faults_of(run, read_run(run))[1])}")
+    for command in ("audit", "faults"):
+        print(f"  lakeckpt {command} {os.path.relpath(faulted.checkpoints)}")
     return verdict.green
 
 

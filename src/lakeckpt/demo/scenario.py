@@ -21,8 +21,8 @@ __all__ = [
     "POINTS",
     "WEIGHTS",
     "DemoConfig",
-    "Fault",
     "Phase",
+    "PlannedFault",
     "scenario_for",
 ]
 
@@ -40,7 +40,7 @@ POINTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class PlannedFault:
     """SIGKILL for ``rank`` in optimizer step ``step`` (counted from 1) at ``point``; ``whole_job`` kills all ranks."""
 
     rank: int
@@ -61,7 +61,7 @@ class Phase:
 
     world_size: int
     workers: int
-    fault: Fault | None = None
+    fault: PlannedFault | None = None
 
     @property
     def accumulate(self) -> int:
@@ -117,7 +117,7 @@ class DemoConfig:
     @classmethod
     def from_json(cls, text: str) -> DemoConfig:
         plain: dict[str, Any] = json.loads(text)
-        phases = (phase | {"fault": phase["fault"] and Fault(**phase["fault"])} for phase in plain.pop("phases"))
+        phases = (phase | {"fault": phase["fault"] and PlannedFault(**phase["fault"])} for phase in plain.pop("phases"))
         return cls(**plain, phases=tuple(Phase(**phase) for phase in phases))
 
 
@@ -139,10 +139,10 @@ def scenario_for(steps: int, save_every: int, *, kills: int) -> tuple[Phase, ...
 
     two = {"world_size": 2, "workers": 1}
     faulted = (
-        Phase(**two, fault=Fault(rank=1, step=between_saves(0.11), point="before-update")),
-        Phase(**two, fault=Fault(rank=0, step=at_save(0.26), point="after-order")),
-        Phase(**two, fault=Fault(rank=1, step=between_saves(0.42), point="before-cut")),
-        Phase(**two, fault=Fault(rank=0, step=at_save(0.58), point="after-order", whole_job=True)),
-        Phase(world_size=4, workers=2, fault=Fault(rank=2, step=between_saves(0.78), point="before-update")),
+        Phase(**two, fault=PlannedFault(rank=1, step=between_saves(0.11), point="before-update")),
+        Phase(**two, fault=PlannedFault(rank=0, step=at_save(0.26), point="after-order")),
+        Phase(**two, fault=PlannedFault(rank=1, step=between_saves(0.42), point="before-cut")),
+        Phase(**two, fault=PlannedFault(rank=0, step=at_save(0.58), point="after-order", whole_job=True)),
+        Phase(world_size=4, workers=2, fault=PlannedFault(rank=2, step=between_saves(0.78), point="before-update")),
     )
     return (*faulted[:kills], Phase(world_size=3, workers=0))

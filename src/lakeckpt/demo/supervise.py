@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lakeckpt
-from lakeckpt.demo.scenario import DemoConfig, Fault, Phase
+from lakeckpt.demo.scenario import DemoConfig, Phase, PlannedFault
 from lakeckpt.demo.trip import armed_path
 from lakeckpt.errors import LakeckptError
 
@@ -43,7 +43,7 @@ class DemoFailed(LakeckptError):
 class Death:
     """A fault that happened, how many processes were killed, and when, in seconds since 1970."""
 
-    fault: Fault
+    fault: PlannedFault
     processes: int
     at_s: float = 0.0
 

@@ -135,6 +135,19 @@ METRICS: tuple[Metric, ...] = (
         about="Cuts that were captured into host memory.",
     ),
     Metric(
+        name="lakeckpt_cut_age_seconds",
+        kind="gauge",
+        labels=("run",),
+        unit="seconds",
+        about="Time since the newest cut was complete in host memory, or since the attempt began if there is none.",
+    ),
+    Metric(
+        name="lakeckpt_faults",
+        kind="gauge",
+        labels=("run", "cause"),
+        about="Faults that ended the attempts before this one, since the last restore, by the first cause; on rank 0.",
+    ),
+    Metric(
         name="lakeckpt_capture_seconds_total",
         kind="counter",
         labels=("run",),

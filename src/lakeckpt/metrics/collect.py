@@ -8,9 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from lakeckpt.counters import READERS, RUNS, ReaderCounters, RunCounters, stores
 from lakeckpt.metrics.catalogue import METRICS, Metric
+from lakeckpt.recovery.faults import Cause
 
 __all__ = ["Reading", "read", "readings", "tag_of"]
 
@@ -76,6 +78,9 @@ def _of_newest(one: RunCounters, now_s: float) -> Iterator[tuple[str, tuple[str,
     yield "lakeckpt_step", (), one.step
     yield "lakeckpt_commit_age_seconds", (), max(0.0, now_s - one.committed_s)  # clocks of nodes differ
     yield "lakeckpt_commit_age_steps", (), one.step - one.committed_step
+    yield "lakeckpt_cut_age_seconds", (), max(0.0, now_s - one.captured_s)
+    for cause in get_args(Cause) if one.rank == 0 else ():
+        yield "lakeckpt_faults", (cause,), one.faults.get(cause, 0)
     for waits in one.waits():
         yield "lakeckpt_site_wait_seconds", (waits.site,), waits.median_s
         yield "lakeckpt_site_captured_ratio", (waits.site,), waits.share

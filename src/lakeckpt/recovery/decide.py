@@ -5,8 +5,8 @@
 
 1. A rank of a job of as many ranks reads the share that it has captured itself, if its node holds it.
 2. Else it reads a share of the same id on its node; else its own share, or one of the same id, from another node, if
-   that node has an address. Random states are a rank's own: a rank that reads another one's share derives them, as a
-   new rank does.
+   that node has an address. Random states are a rank's own: a rank reads them from the node that has its own share; if
+   no node has it, it derives them, as a new rank does.
 3. In a job of another number of ranks, each rank reads of all shares what it needs. Shares of the same id stand for
    each other.
 
@@ -32,9 +32,9 @@ __all__ = ["Decision", "Source", "decide"]
 
 _KIND, _VERSION = "decision", (1, 0)
 _OTHER_HISTORY = "the history of the log does not go on from it"
-_MOST_SOURCES, _MOST_SPARES = 3, 8
-"""So many other nodes are named for a share, and for a share that all ranks have alike: each rank reads the whole
-decision."""
+_MOST_SOURCES, _MOST_SPARES, _MOST_MOVED = 3, 8, 1024
+"""So many other nodes are named for a share; for a share that all ranks have alike; and so many ranks, whose node has
+another rank's share, learn where their own lies. Each rank reads the whole decision."""
 
 
 @as_row
@@ -53,9 +53,9 @@ class Decision:
     ``digest``: of the cut, as in a `Holding`. ``world``: how many ranks captured it. ``is_divided``: the replicas of
     each node have divided the state, and each rank reads of all shares what it needs. ``is_alike``: all their shares
     have one id. ``copies``: rank → the rank whose share stands for its own, if not all are alike. ``away``: rank → the
-    other nodes from which its share is read, if a node that needs the share does not hold it. ``spares``: other nodes
-    that hold a share, if all are alike. ``passed_over``: the newer cuts, the newest first, and why each is not
-    restored.
+    other nodes from which its share is read, if a node that needs the share does not hold it; or the node that has what
+    the rank captured itself. ``spares``: other nodes that hold a share, if all are alike. ``passed_over``: the newer
+    cuts, the newest first, and why each is not restored.
     """
 
     cut: CutId | None = None
@@ -187,34 +187,33 @@ class _Shares:
         """Return how all of ``world_size`` ranks read these shares; or why some rank cannot."""
         if lost := [rank for rank in range(self._world) if self._keys[rank] not in self._holders]:
             return f"no node holds what {_named(lost)} captured, and no replica of it is known"
-        copies: dict[int, int] = {}
-        away: dict[int, tuple[Source, ...]] = {}
         is_same = world_size == self._world and not self._is_divided
         first = {key: several[0][1] for key, several in self._holders.items()}
-        firsts = sorted(first.values())
-        if not is_same and not self._is_alike:
-            copies = {rank: first[key] for rank, key in self._keys.items() if first[key] != rank}
+        copies = {} if is_same or self._is_alike else {rank: first[key] for rank, key in self._keys.items()}
+        away: dict[int, tuple[Source, ...]] = {}
+        spares = self._spares() if self._is_alike else ()
+        owners = self._owners() if is_same else {}
         for at, node in enumerate(self._nodes):
-            shares = node.ranks if is_same else firsts
+            shares = node.ranks if is_same else sorted(first.values())
             absent = [share for share in shares if share not in self._on[at]] if node.ranks else []
             here = {self._keys[rank]: rank for rank in self._on[at]} if absent else {}
             stranded = []
             for share in absent:
-                if (key := self._keys[share]) not in here:
-                    away[share] = away.get(share) or self._sources(share, at)
-                    stranded += [] if away[share] else [share]
-                elif is_same and not self._is_alike:
-                    copies[share] = here[key]
+                own, key = owners.get(share, ()), self._keys[share]
+                if key in here:
+                    copies |= {share: here[key]} if is_same and not self._is_alike else {}
+                    away |= {share: own} if own and len(away) < _MOST_MOVED else {}
+                elif found := own if self._is_alike else self._sources(share, at):
+                    away[share] = found
+                elif not spares:
+                    stranded.append(share)
             if stranded:
                 ranks = stranded if is_same else node.ranks
                 why = "only nodes without an address hold it"
                 return f"{_named(ranks)} on {node.node} cannot read what {_named(stranded)} captured: {why}"
         if unseen := set(range(world_size)).difference(*(node.ranks for node in self._nodes)):
             return f"{_named(unseen)} stated nothing of a node"
-        spares = self._spares() if self._is_alike else ()
-        if self._is_alike:  # the spares serve all but a rank's own random states
-            own = {share: every[:1] for share, every in away.items() if every[0].rank == share}
-            away = own if is_same else {}
+        copies = {rank: other for rank, other in copies.items() if rank != other}
         return Decision(
             world=self._world,
             is_divided=self._is_divided,
@@ -224,20 +223,34 @@ class _Shares:
             spares=spares,
         )
 
+    def _owners(self) -> dict[int, tuple[Source, ...]]:
+        """Return rank → a node that serves what the rank has captured itself."""
+        addresses = [node.address for node in self._nodes]
+        return {
+            rank: (Source(rank=rank, address=address),)
+            for address, here in zip(addresses, self._on, strict=True)
+            for rank in here
+            if address
+        }
+
     def _sources(self, share: int, reader: int) -> tuple[Source, ...]:
         """Return which other nodes serve a share to the node ``reader``: the share itself first, then the nearest."""
-        holders = [one for one in self._holders[self._keys[share]] if self._nodes[one[0]].address]
-        holders.sort(key=lambda one: (one[1] != share, (one[0] - reader) % len(self._nodes)))
-        nodes = {self._nodes[at].address: rank for at, rank in reversed(holders)}
-        found = tuple(Source(rank=rank, address=address) for address, rank in reversed(nodes.items()))
-        return found[:_MOST_SOURCES]
+        holders = sorted(
+            self._holders[self._keys[share]], key=lambda one: (one[1] != share, (one[0] - reader) % len(self._nodes))
+        )
+        return tuple(self._served(holders)[:_MOST_SOURCES])
 
     def _spares(self) -> tuple[Source, ...]:
         """Return some nodes that serve a share, if all are alike, a part of all from each region of their order."""
-        nodes = {self._nodes[at].address: rank for here in self._holders.values() for at, rank in reversed(here)}
-        nodes.pop("", None)
-        found = [Source(rank=rank, address=address) for address, rank in reversed(nodes.items())]
+        found = self._served(one for here in self._holders.values() for one in here)
         return tuple(found[:: max(1, -(-len(found) // _MOST_SPARES))])
+
+    def _served(self, holders: Iterable[tuple[int, int]]) -> list[Source]:
+        """Return the sources at ``holders`` (node, rank), the first one of each node that has an address."""
+        nodes: dict[str, int] = {}
+        for at, rank in holders:
+            nodes.setdefault(self._nodes[at].address, rank)
+        return [Source(rank=rank, address=address) for address, rank in nodes.items() if address]
 
 
 def _lists_of(world: int, held: Sequence[tuple[int, Holding]], nodes: Sequence[NodeFacts]) -> list[ShareList]:

@@ -66,7 +66,8 @@ def assert_exactly_once(
             gives something else than columns, only a function will do. With ``drop_last=True`` it gives one key for
             each row.
         expected: the keys of one epoch. None: those of the table; if a transform or ``key`` made them incomparable,
-            those of one run without a restore.
+            those of one run without a restore. If ``make_loader`` loads a state, histories begin there: give the keys
+            of what is left of its epoch, and ``chains=0``.
         seed: chooses the histories.
 
     Raises AssertionError saying what does not hold, with the smallest history found that shows it, as a script; and

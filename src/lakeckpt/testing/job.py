@@ -81,6 +81,8 @@ class Job:
         self.keys = RowKeys(self.dataset, key, single=single)
         if saved is not None:
             self._restore(saved)
+        elif self.tracked:
+            self._begin_where_loaded()
         self.epoch = int(getattr(self.loaders[0], "epoch", self.dataset.epoch)) if saved is None else saved.epoch
         self._iterators: list[Iterator[Any]] = []
         self._ended: list[int] = []
@@ -95,6 +97,11 @@ class Job:
         """Drop iterators and loaders, which ends their worker processes."""
         self._iterators = []
         self.loaders = []
+
+    def _begin_where_loaded(self) -> None:
+        """If ``make_loader`` has loaded a state, the history begins there: what it has consumed counts as observed."""
+        if self.dataset._progress.begun:
+            self.observed.positions.update(consumed(State.from_plain(self.loaders[0].state_dict())))
 
     def _restore(self, saved: SavedStates) -> None:
         same = (saved.topology.world_size, saved.topology.num_workers) == (

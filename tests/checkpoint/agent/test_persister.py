@@ -22,11 +22,11 @@ from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.errors import ArenaError, StorageError
 from lakeckpt.lake.storage.base import Buffer, Storage
 from lakeckpt.recovery.facts import CutId
+from lakeckpt.testing.faulty_storage import FaultyStorage, StoreFault
 from lakeckpt.tracking.obstacles import FAILED, Obstacle
 from lakeckpt.tracking.waiting import SystemWaiter
 from tests.checkpoint.agent.rig import SETTINGS, Desk, begin, content, fill, make_arena, take_checksums
 from tests.checkpoint.rig import EventWaiter, MemoryStorage, good, run_ranks
-from tests.faults.faulty_storage import Fault, FaultyStorage
 from tests.patience import PATIENCE_S
 
 
@@ -361,7 +361,10 @@ def test_a_cut_that_one_rank_has_lost_is_committed_by_none_and_the_reason_reache
 def test_a_store_that_fails_for_a_while_is_tried_until_it_works(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)
-    faults = {("put", n): Fault.ERROR for n in range(1, 6)} | {("list", 1): Fault.ERROR, ("put_new", 1): Fault.ERROR}
+    faults = {("put", n): StoreFault.ERROR for n in range(1, 6)} | {
+        ("list", 1): StoreFault.ERROR,
+        ("put_new", 1): StoreFault.ERROR,
+    }
     waiter = EventWaiter(storage)
     waiter.died()  # its clock jumps: nobody else acts
     with make_arena(tmp_path) as arena:
@@ -376,7 +379,7 @@ def test_a_store_that_goes_on_failing_is_reported_when_the_time_is_over(tmp_path
     begin(storage)
     waiter = EventWaiter(storage)
     waiter.died()
-    faults = {("put", n): Fault.ERROR for n in range(1, 1000)}
+    faults = {("put", n): StoreFault.ERROR for n in range(1, 1000)}
     with make_arena(tmp_path) as arena:
         fill(arena, 5)
         desk = Desk(FaultyStorage(storage, fail_at=faults), tmp_path, waiter)
@@ -390,7 +393,7 @@ def test_a_commit_behind_which_nothing_can_be_removed_says_so_and_its_log_too(tm
     begin(storage)
     waiter = EventWaiter(storage)
     waiter.died()
-    faults = {("delete", n): Fault.ERROR for n in range(1, 1000)}
+    faults = {("delete", n): StoreFault.ERROR for n in range(1, 1000)}
     settings = replace(SETTINGS, keep=Keep(last=1))
     with make_arena(tmp_path) as arena:
         fill(arena, 5)
@@ -443,7 +446,7 @@ def test_when_a_trainer_dies_its_newest_complete_cut_is_persisted(tmp_path: Path
 def test_a_final_save_stands_for_orders_that_waited_and_they_do_not_keep_it_from_trying_again(tmp_path: Path) -> None:
     storage = MemoryStorage()
     begin(storage)
-    faulty = FaultyStorage(storage, fail_at={("put", 1): Fault.ERROR})
+    faulty = FaultyStorage(storage, fail_at={("put", 1): StoreFault.ERROR})
     with make_arena(tmp_path) as arena:
         fill(arena, 5)
     desk = Desk(faulty, tmp_path, EventWaiter(storage))
@@ -680,7 +683,7 @@ def test_an_agent_that_died_within_a_save_is_not_waited_for_when_another_attempt
     storage, waiter = MemoryStorage(), SystemWaiter()
     begin(storage, world_size=2)
     settings = replace(SETTINGS, timeout_s=10**6)
-    faulty = FaultyStorage(storage, fail_at={("put", n): Fault.KILL})
+    faulty = FaultyStorage(storage, fail_at={("put", n): StoreFault.KILL})
     desks = [
         Desk(storage if rank == 0 else faulty, tmp_path, waiter, rank=rank, world_size=2, settings=settings)
         for rank in range(2)
@@ -724,7 +727,7 @@ def test_an_agent_of_several_ranks_killed_at_any_call_is_replaced_and_the_next_s
     for n in range(1, 100):
         storage, folder = MemoryStorage(), tmp_path / str(n)
         begin(storage, world_size=2)
-        faulty = FaultyStorage(storage, fail_at={(kind, n): Fault.KILL})
+        faulty = FaultyStorage(storage, fail_at={(kind, n): StoreFault.KILL})
         desks, waiter = ranks(storage, folder, 2, places={killed: faulty})
         arenas = [make_arena(folder, rank, 2) for rank in range(2)]
         for arena, desk in zip(arenas, desks, strict=True):
@@ -762,7 +765,7 @@ def test_an_agent_killed_at_any_call_of_the_store_loses_no_commit_and_leaves_no_
     for n in range(1, 50):
         storage, folder = MemoryStorage(), tmp_path / f"{kind}-{n}"
         begin(storage)
-        faulty = FaultyStorage(storage, fail_at={(kind, n): Fault.KILL})
+        faulty = FaultyStorage(storage, fail_at={(kind, n): StoreFault.KILL})
         waiter = EventWaiter(storage)
         with make_arena(folder) as arena:
             fill(arena, 5)

@@ -18,8 +18,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
@@ -28,6 +29,8 @@ from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Outcome, Unabl
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.copying.backups import Backup, Backups
+from lakeckpt.checkpoint.faults.deaths import note_death
+from lakeckpt.checkpoint.faults.notes import page_path
 from lakeckpt.checkpoint.persist.log import LOG
 from lakeckpt.errors import LakeckptError
 from lakeckpt.lake.storage.base import expect_folder, redact_uri
@@ -87,8 +90,14 @@ def main(trainer: int) -> int:
         linger_s=begin.linger_s,
     )
     backups = Backups(storage, [Backup(**one) for one in begin.backups], lambda text: _log(f"{name}: {text}"))
-    threading.Thread(target=_serve, args=(messages, persister, name), name="lakeckpt-orders", daemon=True).start()
+    page = page_path(begin.arenas, begin.digest, begin.attempt.number, begin.rank)
+    noting = partial(note_death, storage, page, begin.attempt.number, trainer)
+    serving = threading.Thread(
+        target=_serve, args=(messages, persister, name, noting), name="lakeckpt-orders", daemon=True
+    )
+    serving.start()
     persister.run()
+    serving.join(_DEATH_S)
     backups.finish()
     _log(f"{name}: {_tidied(persister, generations)}; ends")
     return 0
@@ -109,14 +118,16 @@ def _messages(orders: Connection, trainer: int) -> Iterator[Message]:
     yield Bye(well=False)
 
 
-def _serve(messages: Iterator[Message], persister: Persister, name: str) -> None:
+def _serve(messages: Iterator[Message], persister: Persister, name: str, noting: Callable[[], str]) -> None:
     """Hand the trainer's messages over. A message that cannot be read ends the process: the trainer is alive, and
-    starts another agent."""
+    starts another agent. When the trainer has died, note why."""
     try:
         for message in messages:
             if isinstance(message, Bye):
                 _log(f"{name}: the trainer {'ends' if message.well else 'is gone without a goodbye'}")
             persister.take(message)
+            if isinstance(message, Bye) and not message.well and (noted := noting()):
+                _log(f"{name}: the trainer died: {noted}")
     except BaseException as error:
         _log(f"{name}: ends, as an order cannot be read: {error!r}")
         os._exit(1)

@@ -6,10 +6,10 @@
     table      a document of its own: key, dtype, shape and place of every tensor. The same for all cuts of a plan, so
                that it is made once
     readers    name → the record of a reader at the cut, opaque here
-    frozen     key → how often a tensor that captures may skip was changed, as torch counts it; only if none was skipped
     sums       key → the sum of a tensor that the replicas of a node divide (`lakeckpt.checkpoint.arena.dividing`), as
                this rank has it; only if the cut is saved
     shares     the list of the shares of all ranks (`lakeckpt.recovery.shares`), if it is known
+    frozen     key → how often a tensor that captures may skip was changed, as torch counts it; only if none was skipped
 
 `GenerationDocuments` writes and reads them. `contents_of` joins them with the data of a generation that is held, and
 `contents_from` with those of one that lies elsewhere: `Contents` verifies tensors, and copies them to where they
@@ -101,9 +101,9 @@ class GenerationDocuments:
     trees: Mapping[str, bytes]
     table: TensorTable
     readers: Mapping[str, bytes] = field(default_factory=dict)
-    frozen: Mapping[str, Count] = field(default_factory=dict)
     sums: Mapping[str, bytes] = field(default_factory=dict)
     shares: bytes = b""
+    frozen: Mapping[str, Count] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the document of a generation."""

@@ -50,13 +50,13 @@ class Filling:
         *,
         digest: bytes,
         documents: bytes,
-        kept: KeptLeaves | None = None,
         shares: bytes = b"",
+        kept: KeptLeaves | None = None,
         divided: bool = False,
     ) -> GenerationRecord:
         """Make the generation the complete one of ``cut``, which has this ``digest`` (16 bytes). Nobody writes to its
-        data any more. ``kept``: the leaves that lay there before. ``shares``: the digest of the list of shares in the
-        documents. ``divided``: it is a share of what the node's replicas have divided.
+        data any more. ``shares``: the digest of the list of shares in the documents. ``kept``: the leaves that lay
+        there before. ``divided``: it is a share of what the node's replicas have divided.
 
         Raises `ArenaDamaged` if ``documents`` are larger than the arena has room for, and abandons the generation.
         """
@@ -73,9 +73,9 @@ class Filling:
             digest=digest,
             documents_bytes=len(documents),
             documents_checksum=checksum(documents),
-            kept=kept,
             divided=divided,
             shares=shares,
+            kept=kept,
         )
         data = record.to_bytes()
         assert len(data) <= self.layout.record_room, "its fields are of a few bytes"

@@ -128,18 +128,18 @@ class KeptLeaves:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRecord:
     """The record that makes a generation complete. ``digest``: of the cut (16 bytes), the same on every rank.
-    ``kept``: the leaves that lay there before; None if all were written. ``divided``: the replicas of this node have
-    divided the state, so that a restore needs the shares of all. ``shares``: of the list of shares among its
-    documents; empty if there is none."""
+    ``shares``: of the list of shares among its documents; empty if there is none. ``kept``: the leaves that lay there
+    before; None if all were written. ``divided``: the replicas of this node have divided the state, so that a restore
+    needs the shares of all."""
 
     sequence: Count
     cut: CutId
     digest: bytes
     documents_bytes: Count
     documents_checksum: bytes
-    kept: KeptLeaves | None = None
     divided: bool = False
     shares: bytes = b""
+    kept: KeptLeaves | None = None
 
     def to_bytes(self) -> bytes:
         """Return the record, behind its length."""

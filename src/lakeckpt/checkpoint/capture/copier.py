@@ -62,6 +62,7 @@ class Capture:
         moved, fenced = self.slices.moved_bytes, self.slices.late_bytes + self.slices.fenced_bytes
         if complete:
             counters.captures += 1
+            counters.captured_s = time.time()
             counters.capture_s += time.perf_counter() - self.begun_s
         counters.fence_bytes += fenced
         if paces:
@@ -81,13 +82,15 @@ class Capture:
         trees = {name: document() for name, document in self.trees.items()}
         if self.named is not None:
             self.shares = self.named(self.cut, self.plan.table, trees, self.filling.data)
+        shares = b"" if self.shares is None else self.shares.document
+        frozen = {} if self.skipped.keys else self.skipped.counts
         return GenerationDocuments(
             trees=trees,
             table=self.plan.table,
             readers=self.readers,
-            frozen={} if self.skipped.keys else self.skipped.counts,
+            shares=shares,
+            frozen=frozen,
             sums=self.sums,
-            shares=b"" if self.shares is None else self.shares.document,
         ).to_bytes()
 
     def _refuse(self, changed: list[str]) -> None:

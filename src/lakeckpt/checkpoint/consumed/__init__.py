@@ -11,4 +11,8 @@
     commit →     [pending] joined: one record since the parent → manifest
 
     a state → [rows]: rows of files at its positions → [rest_of_epoch]: an index without what was consumed
+    manifests → [source_records]: what each says of a source → [steps_used]: the positions that steps used
+                                                                  |
+    a restore → [exclusions]: positions that leave the deal <-----+---- a micro-batch that ended the job
+    a global batch → [accumulation]: micro-batches of a step
 """

@@ -1,7 +1,7 @@
 """This module records excluded rows: they count as consumed, and train nothing.
 
-`Opening` is what a reader excludes where it goes on from a checkpoint, as row groups that cannot be read. Every rank
-excludes the same, and it enters the record of the first step.
+`Opening` is what a reader excludes where it goes on from a checkpoint: row groups that cannot be read, or rows that a
+person or a crash loop has excluded. Every rank excludes the same, and it enters the record of the first step.
 
 What the training loop skips is known to one rank alone. Each rank has the rows of its own micro-batches in its pending
 records. Its part of a save holds all of them since the newest commit that it knows. The committer takes those of the
@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lakeckpt.checkpoint.consumed.exclusions import without_exclusions
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
-from lakeckpt.checkpoint.format.manifest import Excluded, ExcludedFor, ReaderRecord
+from lakeckpt.checkpoint.format.manifest import Excluded, ExcludedFor, Exclusion, ReaderRecord
 from lakeckpt.core.consumption import consumption
 from lakeckpt.core.identity import Identity
 from lakeckpt.core.intervals import Intervals
@@ -26,7 +27,7 @@ from lakeckpt.core.streams.mixture import excluding
 from lakeckpt.wire.documents import from_plain, to_plain
 from lakeckpt.wire.values import pack, unpack
 
-__all__ = ["Change", "Opening", "excluded_of", "opening_of", "with_excluded"]
+__all__ = ["Change", "Opening", "begun_at", "excluded_of", "going_on_with", "with_excluded"]
 
 _Excluded = Mapping[str, tuple[Excluded, ...]]
 
@@ -40,7 +41,7 @@ class Opening:
     """What a reader excludes where it goes on from a state."""
 
     begin: State
-    """The state as it was saved."""
+    """The state as it was saved; of an epoch of which nothing was read, in the lanes that it gets."""
     end: State
     """The same state without the excluded positions."""
     state: State
@@ -50,12 +51,19 @@ class Opening:
     excluded: tuple[Excluded, ...]
 
 
-def opening_of(plain: Mapping[str, Any], changes: Mapping[str, Change], *, reason: ExcludedFor, step: int) -> Opening:
-    """Return how a reader goes on from the state ``plain`` of the whole job, at the cut of optimizer step ``step``.
+def begun_at(plain: Mapping[str, Any], exclusions: Iterable[Exclusion], reader: str, *, step: int) -> Opening:
+    """Return how ``reader`` goes on from the state ``plain`` of the whole job, at the cut of optimizer step ``step``,
+    without ``exclusions``."""
+    begin, end, excluded = without_exclusions(reader, State.from_plain(plain), exclusions, step=step)
+    return Opening(begin=begin, end=end, state=end, step=step, excluded=excluded)
+
+
+def going_on_with(opening: Opening, changes: Mapping[str, Change], *, reason: ExcludedFor) -> Opening:
+    """Return how a reader goes on from an ``opening`` if its tables change, too.
 
     ``changes`` are by source of a mixture; "": of a reader of one table.
     """
-    begin = State.from_plain(plain)
+    begin = opening.end
     names = [""] if begin.mixing is None else list(begin.mixing.names)
     each = [changes.get(name, (order, {})) for name, order in zip(names, begin.orders, strict=True)]
     positions = [found for _, found in each]
@@ -63,19 +71,18 @@ def opening_of(plain: Mapping[str, Any], changes: Mapping[str, Change], *, reaso
     found = [
         Excluded(
             rank=0,
-            step=step + 1,
+            step=opening.step + 1,
             reason=reason,
             positions=consumption(*(one if name == "" else one.of(at) for one in (begin, end))),
             source=name or None,
         )
         for at, name in enumerate(names)
     ]
-    return Opening(
-        begin=begin,
+    return replace(
+        opening,
         end=end,
         state=excluding(begin, positions, [order for order, _ in each]),
-        step=step,
-        excluded=tuple(one for one in found if one.positions),
+        excluded=(*opening.excluded, *(one for one in found if one.positions)),
     )
 
 

@@ -58,7 +58,7 @@ class PendingRecord:
 
 def positions(begin: State, end: State) -> Mapping[int, Intervals]:
     """Return the positions that a record states for what was consumed from ``begin`` to ``end``: epoch → positions. Of
-    a mixture, none: they follow from the states (`lakeckpt.checkpoint.ledger.records`)."""
+    a mixture, none: they follow from the states (`lakeckpt.checkpoint.consumed.source_records`)."""
     return {} if begin.mixing is not None else consumption(begin, end)
 
 

@@ -23,6 +23,7 @@ from lakeckpt.checkpoint.format.keep import Keep
 from lakeckpt.checkpoint.format.parts import SaveId, SiteWaits
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.recovery.facts import CutId
+from lakeckpt.recovery.faults import Fault
 from lakeckpt.tracking.steps import StepRecord
 from lakeckpt.wire.documents import Count, Positive, as_row, from_plain_of, to_plain
 from lakeckpt.wire.envelope import dumps, loads
@@ -35,6 +36,7 @@ __all__ = [
     "Entry",
     "Excluded",
     "ExcludedFor",
+    "Exclusion",
     "Facts",
     "Manifest",
     "ReaderRecord",
@@ -78,11 +80,44 @@ class Begin(_Signed):
     world_size: Positive
     facts: Facts = field(default_factory=dict)
     """The settings that its script gave to readers. The next attempt compares them with its own."""
+    restarts: Count = 0
+    """How often its launcher had started the job again; 0: a person or a scheduler started it."""
 
     @property
     def attempt(self) -> int:
         """The attempt's number: its slot."""
         return self.slot
+
+
+ExcludedFor = Literal["trainer", "order", "crash", "damaged"]
+"""Why rows are excluded: the training loop skipped them (``manager.skip``), a person ordered it, they ended the job
+again and again, or they cannot be read (``exclude=`` of `lakeckpt.open_table`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exclusion:
+    """Positions of one epoch of a reader that are to leave the deal, wherever they are still left of it."""
+
+    reader: str
+    source: str | None = None
+    """The source of a mixture; None: the reader reads one table."""
+    reason: ExcludedFor
+    order: str
+    """The digest of the order that the positions are of (`lakeckpt.core.identity.Identity.digest`)."""
+    epoch: Count
+    num_lanes: Positive
+    """The lanes of the layout of the epoch."""
+    rotation: Count = 0
+    """The rotation of the layout of the epoch."""
+    positions: Intervals
+    attempt: Count
+    """The attempt that used them, or died of them."""
+    steps: tuple[Count, Count]
+    """The optimizer steps that used them, half-open."""
+    micro_batch: Count | None = None
+    """The number of the micro-batch that they were, if they ended the job again and again; None: they were ordered."""
+    withdrawn: str = ""
+    """Why they are not excluded any more, in words; empty: they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +134,12 @@ class Restored(_Signed):
     """The cut in host memory that it went on from, if that was not older than ``restored``."""
     rolled_back_to: Count | None = None
     """The step of the roll-back that this entry obeys (``restore(step=…)``) or orders (``lakeckpt rollback``)."""
+    faults: tuple[Fault, ...] = ()
+    """The faults that ended the attempts since the entry of a restore before, in order."""
+    exclude_steps: tuple[Count, Count] | None = None
+    """The optimizer steps, half-open, whose batches the roll-back leaves out; None: it leaves out nothing."""
+    exclusions: tuple[Exclusion, ...] = ()
+    """All positions that are to leave the deal of what is restored from here on, until a roll-back."""
 
     @classmethod
     def by_first(cls, begin: Begin) -> Restored:
@@ -123,11 +164,6 @@ class Stretch:
     """The attempt that consumed the rows; -1: the attempt that committed them."""
 
 
-ExcludedFor = Literal["trainer", "order", "crash", "damaged"]
-"""Why rows are excluded: the training loop skipped them (``manager.skip``), a person ordered it, they ended the job
-again and again, or they cannot be read (``exclude=`` of `lakeckpt.open_table`)."""
-
-
 @as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excluded:
@@ -142,6 +178,8 @@ class Excluded:
     """epoch → positions; if consumption depends on the data, positions of which some items trained nothing."""
     source: str | None = None
     """The source of a mixture whose positions they are; None: the reader reads one table."""
+    steps: tuple[Count, Count] | None = None
+    """The optimizer steps of an abandoned history that had used them, half-open; None: no step had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

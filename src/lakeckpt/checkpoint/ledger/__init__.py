@@ -2,7 +2,7 @@
 
 ::
 
-    log → history → [source_records]: what a manifest says of each source
+    log → history → what a manifest says of each source (consumed/source_records)
                         |
                      [walk]: stretch by stretch
                         |

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from lakeckpt.checkpoint.consumed.rows import RowOrder, name_rows, order_name
+from lakeckpt.checkpoint.consumed.source_records import Records
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.audit_report import (
     EpochAudit,
@@ -26,7 +27,6 @@ from lakeckpt.checkpoint.ledger.audit_report import (
     ReaderAudit,
 )
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, Space, count_epoch, piece_of, space_of
-from lakeckpt.checkpoint.ledger.source_records import Records
 from lakeckpt.checkpoint.ledger.tranches import doubts_of_tranches
 from lakeckpt.checkpoint.ledger.walk import ReaderWalk
 from lakeckpt.core.consumption import consumed, dropped
@@ -135,6 +135,7 @@ class _Account:
             rows=piece.positions.size,
             step=one.step,
             rank=one.rank,
+            steps=one.steps,
         )
         if order is None or order.unit > 1:
             return [whole]

@@ -17,11 +17,11 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from lakeckpt.checkpoint.consumed.rows import RowOrder
+from lakeckpt.checkpoint.consumed.source_records import Records, SourceRecord, readers_in
 from lakeckpt.checkpoint.format.manifest import Manifest
 from lakeckpt.checkpoint.ledger.account import account
 from lakeckpt.checkpoint.ledger.audit_report import AuditReport, Branch
 from lakeckpt.checkpoint.ledger.indexes import orders_of
-from lakeckpt.checkpoint.ledger.source_records import Records, SourceRecord, readers_in
 from lakeckpt.checkpoint.persist.history import History, read_history
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.errors import CheckpointNotFound

@@ -143,6 +143,8 @@ class ExcludedRows:
     """The optimizer step with which they count as consumed; None: they were never delivered."""
     rank: int | None = None
     """The data-parallel rank to which they were dealt; None: they were never delivered."""
+    steps: tuple[int, int] | None = None
+    """The optimizer steps of an abandoned history that had used them, half-open; None: no step had."""
 
     @property
     def words(self) -> str:
@@ -151,6 +153,10 @@ class ExcludedRows:
         ranges = ", ".join(f"{start:,}–{stop - 1:,}" for start, stop in self.ranges[:8])
         more = f" ({ranges}{', …' if len(self.ranges) > 8 else ''}){self.how_counted}" if ranges else ""
         since = "" if self.step is None else f", before or at step {self.step:,} on rank {self.rank}"
+        if self.steps is not None:
+            first, last = self.steps[0], self.steps[1] - 1
+            had = f"step {first:,}" if first == last else f"the steps {first:,} to {last:,}"
+            since = f", before step {self.step:,}; {had} of an abandoned history had used them"
         rows = f"{self.rows:,} row{'' if self.rows == 1 else 's'}"
         return f"{self.reason}: {rows}{where}{more} in epoch {self.epoch}{since}"
 

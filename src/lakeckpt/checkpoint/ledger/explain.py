@@ -9,19 +9,20 @@ named (`lakeckpt.checkpoint.ledger.document_finder`). It never imports torch, an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from lakeckpt.checkpoint.consumed.rows import GroupRows, RowOrder, name_rows, order_name
+from lakeckpt.checkpoint.consumed.source_records import SourceRecord, readers_in
+from lakeckpt.checkpoint.consumed.steps_used import StepsUsed
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.checkpoint.ledger.audit_report import plain_of
 from lakeckpt.checkpoint.ledger.document_finder import DocumentFinder, DocumentTokens
 from lakeckpt.checkpoint.ledger.indexes import orders_of
-from lakeckpt.checkpoint.ledger.source_records import SourceRecord, readers_in
 from lakeckpt.checkpoint.persist.history import History, index_path, selection_path
 from lakeckpt.checkpoint.persist.log import slot_path
 from lakeckpt.core.identity import Identity
@@ -30,7 +31,6 @@ from lakeckpt.core.plan import LayoutKey, Plan
 from lakeckpt.core.receipts import Span
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from lakeckpt.lake.storage.base import Storage
-from lakeckpt.tracking.steps import Frontier
 
 __all__ = ["MicroBatch", "RankRows", "ReaderStep", "StepExplained", "explain", "explain_history"]
 
@@ -82,6 +82,8 @@ class ReaderStep:
     epochs: tuple[int, ...]
     ranks: tuple[RankRows, ...]
     order: RowOrder = field(repr=False, compare=False)
+    left_out: tuple[Excluded, ...] = ()
+    """What left the deal before the step: no rank got it."""
 
     @property
     def rows(self) -> int:
@@ -98,6 +100,10 @@ class ReaderStep:
             "world_size": self.world_size,
             "epochs": list(self.epochs),
             "rows": self.rows,
+            "left_out": [
+                {"reason": one.reason, "rows": _size(one), "steps": None if one.steps is None else list(one.steps)}
+                for one in self.left_out
+            ],
             "ranks": [
                 {
                     "rank": rank.rank,
@@ -230,18 +236,20 @@ class _Explainer:
         self.is_packed = self._identity.unit > 1
         self._orders = orders
         self.documents: DocumentFinder | None = None
-        self._pairs = [(one.begin, one.end) for one in record.stretches]
+        self._used = StepsUsed(name, record, slot_path(manifest.slot))
 
     def steps(self, step: int, ranks: Collection[int] | None) -> list[ReaderStep]:
         """Return the rows of ``step``, one entry for each table version that it read."""
         by_order: dict[str, tuple[Identity, list[tuple[Plan, int, int]]]] = {}
-        for one in self._stretches(step):
-            for identity in one[0].state.epoch_orders:
-                by_order.setdefault(order_name(identity), (identity, []))[1].append(one)
+        for state, low, high in self._used.between(step, step):
+            for identity in state.epoch_orders:
+                by_order.setdefault(order_name(identity), (identity, []))[1].append((Plan(state), low, high))
         if not by_order:
             by_order[order_name(self._identity)] = self._identity, []
         every = [self._step(step, ranks, identity, stretches) for identity, stretches in by_order.values()]
-        return [one for one in every if one.epochs] or every[-1:]
+        found = [one for one in every if one.epochs] or every[-1:]
+        left_out = tuple(one for one in self._record.excluded if one.step == step and one.reason != "trainer")
+        return [replace(found[0], left_out=left_out), *found[1:]]
 
     def _order_of(self, identity: Identity) -> RowOrder:
         order = self._orders.get(order_name(identity))
@@ -275,52 +283,6 @@ class _Explainer:
             epochs=tuple(sorted(epochs)),
             ranks=tuple(found),
             order=order,
-        )
-
-    # --- the places before and after the step
-
-    def _stretches(self, step: int) -> Iterator[tuple[Plan, int, int]]:
-        """Yield the consumption of the step: (plan, from, to) in steps of the loader, each within one stretch."""
-        at, begin = 0, self._pairs[0][0].step if self._pairs else 0
-        for frontier, is_it in self._frontiers(step):
-            upto = self._find(frontier, at, begin)
-            if upto is None:
-                continue  # nothing was consumed yet since the parent
-            if is_it:
-                for index in range(at, upto + 1):
-                    first, last = self._pairs[index]
-                    low = begin if index == at else first.step
-                    high = frontier.step if index == upto else last.step
-                    if low < high:
-                        yield Plan(last), low, high
-            at, begin = upto, frontier.step
-
-    def _frontiers(self, step: int) -> Iterator[tuple[Frontier, bool]]:
-        """Yield the frontiers that lead to ``step``, each with whether it is the frontier of ``step``."""
-        for run in self._record.record.steps.runs:
-            if run.first > step:
-                return
-            index = min(step - run.first, run.count - 1)
-            for one in sorted({0, max(index - 1, 0), index}):
-                yield run.at(one), run.first + one == step
-
-    def _find(self, frontier: Frontier, at: int, begin: int) -> int | None:
-        """Return the first stretch from ``at`` on in which ``frontier`` lies; None if it lies before all stretches.
-
-        If the frontier did not move, the step read nothing. It is not assumed that the step began the epoch again and
-        read up to the same place.
-        """
-        for index in range(at, len(self._pairs)):
-            first, last = self._pairs[index]
-            low = begin if index == at else first.step
-            if first.epoch == frontier.epoch and low <= frontier.step <= last.step:
-                return index
-        start = self._pairs[0][0] if self._pairs else None
-        if start is None or (at == 0 and begin == start.step and frontier.epoch < start.epoch):
-            return None
-        raise CheckpointDamaged(
-            f"{slot_path(self._manifest.slot)}: the record of optimizer steps of {self.name!r} names epoch "
-            f"{frontier.epoch}, step {frontier.step}, and no recorded stretch goes there"
         )
 
     # --- the rows between two places
@@ -387,6 +349,10 @@ def _rows(span: Span, key: LayoutKey, plan: Plan, order: RowOrder) -> npt.NDArra
     if order.unit > 1:
         return np.arange(span.start, span.stop)
     return order.locate(plan.state.identity.spec, key, _interval(span))
+
+
+def _size(excluded: Excluded) -> int:
+    return sum(one.size for one in excluded.positions.values())
 
 
 def _common(excluded: Excluded, span: Span) -> Intervals:

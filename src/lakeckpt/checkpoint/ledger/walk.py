@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from lakeckpt.checkpoint.consumed.rest_of_epoch import rows_consumed
 from lakeckpt.checkpoint.consumed.rows import RowOrder, order_name
+from lakeckpt.checkpoint.consumed.source_records import Records, SourceRecord, SourceStretch
 from lakeckpt.checkpoint.format.manifest import Excluded, Manifest
 from lakeckpt.checkpoint.ledger.epoch_account import Piece, piece_of
-from lakeckpt.checkpoint.ledger.source_records import Records, SourceRecord, SourceStretch
 from lakeckpt.core.changes import replan
 from lakeckpt.core.consumption import consumed, consumption
 from lakeckpt.core.identity import Identity

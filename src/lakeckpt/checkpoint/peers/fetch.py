@@ -30,7 +30,7 @@ from lakeckpt.errors import ArenaDamaged, ArenaError, WireError
 
 __all__ = ["PeerShare"]
 
-_CONNECT_S, _SILENT_S = 10.0, 60.0
+_CONNECT_S, _SILENT_S = 5.0, 60.0
 _HASHING_S = 600.0
 """How long a node may take to answer: it may have to take the checksums of the share first."""
 _MOST_DOCUMENTS_BYTES = 2**30

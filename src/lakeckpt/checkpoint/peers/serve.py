@@ -38,8 +38,9 @@ from lakeckpt.errors import ArenaError, WireError
 __all__ = ["ShareServer", "own_address"]
 
 _MOST_CONNECTIONS = 256
-_SILENT_S = 60.0
-"""A connection that is silent for so long is closed."""
+_SILENT_S, _IDLE_S = 60.0, 86_400.0
+"""A connection that takes nothing for so long is closed; and one that asks for nothing. Between two reads, a rank may
+wait for storage."""
 _NOWHERE = "192.0.2.1"
 """An address that nobody has (RFC 5737). A route to it is one to the outside; nothing is sent."""
 
@@ -138,6 +139,7 @@ class ShareServer:
         with contextlib.suppress(OSError, EOFError, WireError, ArenaError), connection:
             limit_waits(connection, _SILENT_S)
             if verify(connection, self._key):
+                limit_waits(connection, _SILENT_S, idle_s=_IDLE_S)
                 while isinstance(asked := receive(connection), AskShare):
                     self._share(connection, asked)
         with self._lock:

@@ -2,8 +2,8 @@
 
 A share that several nodes hold, or several ranks of a node, has several sources. Whatever is wrong with one of them
 (damage, a lost connection, a node that is gone), the next one is taken, and what was under way is read anew. The
-documents are those of the first source that could be opened: random states are then a rank's own, even if its data are
-damaged. If no source is left, `ArenaDamaged` says what was wrong with each.
+documents are those of the source that is the rank's own, wherever it lies, since random states are in them; else those
+of the first source that could be opened. If no source is left, `ArenaDamaged` says what was wrong with each.
 
 The module starts no threads but those of `lakeckpt.checkpoint.arena.contents`. Imports without torch.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -39,9 +39,12 @@ class ShareSource:
 
 class HeldShare:
     """A share with its ``sources``, the best first: a `lakeckpt.checkpoint.state.loaded.TensorSource`. One thread calls
-    it. ``count(tier, bytes)`` is called for what was read. Raises `ArenaDamaged` if no source can be opened."""
+    it. ``count(tier, bytes)`` is called for what was read. ``own``: the rank whose own documents are preferred. Raises
+    `ArenaDamaged` if no source can be opened."""
 
-    def __init__(self, sources: Iterable[ShareSource], count: Callable[[str, int], None], *, missing: str) -> None:
+    def __init__(
+        self, sources: Iterable[ShareSource], count: Callable[[str, int], None], *, missing: str, own: int = -1
+    ) -> None:
         self._left = list(sources)
         self._count, self._missing = count, missing
         self._wrong: list[str] = []
@@ -52,6 +55,15 @@ class HeldShare:
         """Whose documents these are."""
         self.documents: GenerationDocuments = self._contents.documents
         self._table = self.documents.table
+        if own != self.rank and (mine := next((one for one in self._left if one.rank == own), None)) is not None:
+            self._take_documents(mine)
+
+    def _take_documents(self, source: ShareSource) -> None:
+        """Take the documents of another source, if they can be read."""
+        with suppress(ArenaDamaged), ExitStack() as stack:
+            documents = source.open(stack).documents
+            if documents.table == self._table:
+                self.rank, self.documents = source.rank, documents
 
     def close(self) -> None:
         """Release what was opened."""

@@ -164,14 +164,15 @@ def _proof(key: bytes, who: bytes, servers: bytes, clients: bytes) -> bytes:
     return hmac.digest(key, b"lakeckpt " + who + servers + clients, "sha256")
 
 
-def limit_waits(connection: socket.socket, seconds: float) -> None:
-    """Let no call on a connection wait longer than ``seconds`` for the other end, ``os.sendfile`` included."""
-    limit = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+def limit_waits(connection: socket.socket, seconds: float, *, idle_s: float | None = None) -> None:
+    """Let no call on a connection wait longer than ``seconds`` for the other end, ``os.sendfile`` included; calls that
+    receive may wait ``idle_s``, if that is given. An end whose machine is gone is noticed anyway."""
     connection.settimeout(
         None
     )  # the limits are the system's: a timeout of Python makes the socket one that never waits
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connection.setsockopt(socket.SOL_SOCKET, option, limit)
+    limits = {socket.SO_RCVTIMEO: seconds if idle_s is None else idle_s, socket.SO_SNDTIMEO: seconds}
+    for option, limit in limits.items():
+        connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(limit), int(limit % 1 * 1e6)))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _OPTIONS.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

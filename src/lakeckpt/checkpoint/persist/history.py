@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lakeckpt.checkpoint.format.manifest import Begin, Manifest, Restored
+from lakeckpt.checkpoint.format.manifest import Begin, Exclusion, Manifest, Restored
 from lakeckpt.checkpoint.persist.log import Damage, LogView, read_log, slot_path
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.progress import Progress
@@ -22,6 +22,7 @@ __all__ = [
     "INDEX",
     "History",
     "at_work",
+    "exclusions_in",
     "has_obeyed",
     "history_of",
     "index_path",
@@ -152,10 +153,20 @@ def at_work(view: LogView) -> Restored | None:
     return next((one for one in view.restores if attempt is not None and one.attempt == attempt), None)
 
 
-def has_obeyed(view: LogView, step: int) -> bool:
-    """Return whether the history descends from a roll-back to ``step`` already."""
+def has_obeyed(view: LogView, step: int, exclude_steps: tuple[int, int] | None = None) -> bool:
+    """Return whether the history descends from a roll-back to ``step`` already; with ``exclude_steps``, from one that
+    left out their batches."""
     slots = {one.slot for one in not_rolled_back(view)}
-    return any(one.rolled_back_to == step and one.restored in slots for one in view.restores)
+    return any(
+        one.rolled_back_to == step and one.restored in slots and exclude_steps in (None, one.exclude_steps)
+        for one in view.restores
+    )
+
+
+def exclusions_in(view: LogView) -> tuple[Exclusion, ...]:
+    """Return what leaves the deal of what is restored next: what the newest restore, or roll-back, lists. A log of
+    which only the newest entries were read has that entry, if the run has one."""
+    return view.restores[-1].exclusions if view.restores else ()
 
 
 def must_stay(tip: Manifest, commits: Iterable[Manifest]) -> set[int]:

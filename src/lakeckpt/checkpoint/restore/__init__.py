@@ -4,9 +4,8 @@
 
     log → [run_log] → [choosing]: which checkpoint        memory of the node → [from_memory]: a newer cut
                 |          |                                      |
-       empty? [away]       +--------------> [restorer] <----------+
-                                                |
-                [presence]: is another job alive here?
+                           +--------------> [restorer] <----------+
+                                                |         → [report]
                                                 v
        [from_storage] or [from_memory] reads → [applying]: [compare] → [load_into] live objects
                                                 |

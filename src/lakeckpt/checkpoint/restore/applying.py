@@ -23,7 +23,7 @@ from typing import Any
 
 from lakeckpt.checkpoint.consumed.pending import PendingRecord
 from lakeckpt.checkpoint.consumed.reports import of_all_ranks, reports_of
-from lakeckpt.checkpoint.format.manifest import ReaderRecord
+from lakeckpt.checkpoint.format.manifest import Exclusion, ReaderRecord
 from lakeckpt.checkpoint.persist.indexes import documents_of, filtered, offer, save
 from lakeckpt.checkpoint.restore.compare import Candidate, compare
 from lakeckpt.checkpoint.restore.load_into import is_large, load_in_place, load_small
@@ -81,14 +81,17 @@ class Applying:
 
     # --- the steps
 
-    def compare(self, read: Callable[[], Candidate], *, of_memory: bool = False) -> Candidate:
-        """Return the candidate that ``read`` returns on every rank: it fits the objects, and its readers are loaded.
+    def compare(
+        self, read: Callable[[], Candidate], exclusions: tuple[Exclusion, ...] = (), *, of_memory: bool = False
+    ) -> Candidate:
+        """Return the candidate that ``read`` returns on every rank: it fits the objects, and its readers are loaded,
+        without what ``exclusions`` take out of the deal.
 
         What a rank raises on a cut ``of_memory`` is never more than a reason to take another candidate."""
         found: list[Candidate] = []
 
         def compared() -> dict[str, str]:
-            found.append(self._compared(read()))
+            found.append(self._compared(read(), exclusions))
             return _facts_of(found[0])
 
         tally = self._vote(compared, of_memory=of_memory)
@@ -117,10 +120,12 @@ class Applying:
         self._vote(large, chosen)
         self.is_mixed = False
 
-    def _compared(self, candidate: Candidate) -> Candidate:
+    def _compared(self, candidate: Candidate, exclusions: tuple[Exclusion, ...]) -> Candidate:
         fitting = compare(candidate.held(self._objects, self._allow_missing), candidate, advice=self._advice)
-        pins = fit_readers(self._storage, self._objects, candidate.readers, look=self._exchange.rank == 0)
-        return replace(fitting, pins=pins)
+        look = self._exchange.rank == 0
+        return replace(
+            fitting, pins=fit_readers(self._storage, self._objects, candidate.readers, exclusions, look=look)
+        )
 
     def _pin(self, indexes: Mapping[str, Any]) -> None:
         self._undo.append(go_to(self._objects, indexes))
@@ -231,6 +236,7 @@ def _agreed(own: Candidate, tally: Tally, world_size: int) -> Candidate:
         indexes={name: index for name, index in own.pins.indexes.items() if name not in skipped},
         states={name: state for name, state in own.pins.states.items() if name not in skipped},
         changes={name: every for name, every in own.pins.changes.items() if name not in skipped},
+        exclusions=tuple(one for one in own.pins.exclusions if one.reader not in skipped),
         skipped=skipped,
     )
     return replace(own, readers=readers, pins=pins, is_checked=_UNCHECKED not in tally.facts)

@@ -196,7 +196,7 @@ class Remembered:
             return ShareSource(rank=one.rank, tier="own" if is_own else "own node", open=opened)
 
         for rank, sources in decision.reads(self._rank, self._world_size, held).items():
-            found[rank] = share = HeldShare(map(source_of, sources), self._count, missing=gone)
+            found[rank] = share = HeldShare(map(source_of, sources), self._count, missing=gone, own=rank)
             self._held.callback(share.close)
         return found
 

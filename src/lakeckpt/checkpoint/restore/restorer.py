@@ -27,23 +27,28 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.format.manifest import CheckpointInfo
+from lakeckpt.checkpoint.consumed.exclusions import exclusions_from_text, said_of_every
+from lakeckpt.checkpoint.copying.run_copy import RunCopy
+from lakeckpt.checkpoint.faults.aftermath import Aftermath
+from lakeckpt.checkpoint.format.manifest import CheckpointInfo, Exclusion
 from lakeckpt.checkpoint.peers.wire import KEY_BYTES
 from lakeckpt.checkpoint.persist.attempt import Attempt
+from lakeckpt.checkpoint.persist.history import exclusions_in
 from lakeckpt.checkpoint.persist.log import LOG, Damage, slot_path
+from lakeckpt.checkpoint.presence.presence import Presence
 from lakeckpt.checkpoint.restore.applying import Applying, Unusable
 from lakeckpt.checkpoint.restore.choosing import Chooser
 from lakeckpt.checkpoint.restore.compare import Candidate
 from lakeckpt.checkpoint.restore.from_memory import Offer, Remembered
 from lakeckpt.checkpoint.restore.from_storage import committed
-from lakeckpt.checkpoint.restore.presence import Presence
+from lakeckpt.checkpoint.restore.report import RestoreReport
 from lakeckpt.checkpoint.restore.table_versions import openings_at
 from lakeckpt.checkpoint.state.loaded import counted
 from lakeckpt.checkpoint.state.random_states import derive_random, restore_random
@@ -51,10 +56,11 @@ from lakeckpt.errors import ArenaError, CheckpointDamaged, DamageWarning
 from lakeckpt.lake.storage.base import Storage, expect_folder
 from lakeckpt.recovery.decide import Decision, decide
 from lakeckpt.recovery.facts import CutId, NodeFacts
+from lakeckpt.recovery.faults import Fault, Tier
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.tally import Tally
 
-__all__ = ["RestoreReport", "Restorer", "RunCopying"]
+__all__ = ["Restorer"]
 
 _LOG = logging.getLogger("lakeckpt")
 _MOST_LOOKS = 10
@@ -69,61 +75,18 @@ _UNSEEN = (
     "rank {} cannot look at what its node's memory holds, so all ranks restore a checkpoint, perhaps an older one: {}"
 )
 _FACTS, _DECISION, _KEY = "what a node holds", "decision", "key"
-_Which = tuple[int | None, Decision | None]
-"""The slot of a checkpoint (None: none yet), and what was decided of the cut in memory that goes on from it, if that is
-restored."""
-_NOTHING: _Which = (None, None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreReport:
-    """The result of `CheckpointManager.restore`."""
-
-    restored: CheckpointInfo | None
-    """The checkpoint that was restored; None on a fresh start. If a newer cut in memory was restored instead, this is
-    the checkpoint that the cut follows."""
-    captured: int | None = None
-    """The optimizer step of the cut in this job's memory that was restored; None if the checkpoint was restored."""
-    checked: bool = True
-    """True if all that was read was compared with checksums. False: not checked. The process of some rank had died
-    before its agent could take the checksums of the cut in memory."""
-    attempt: int
-    """The attempt that began."""
-    damaged: tuple[Damage, ...]
-    """All damage that was found, also the damage of newer checkpoints that were skipped."""
-    per_rank: tuple[str, ...]
-    """Units (``tensor:…``, ``tree:…``) whose contents differed between ranks. On the same number of ranks these are
-    units of this rank; replicas of a part of a tensor that have diverged may be missing. After a change of the world
-    size, rank r takes the units of the old rank r, and a new rank takes those of the old rank r mod W."""
-    passed_over: tuple[str, ...] = ()
-    """The cuts in memory that are newer than what was restored, and why each was passed over."""
-    read: Mapping[str, int] = field(default_factory=dict)
-    """How many bytes of tensors this rank has read, and from where: from its ``own`` capture in memory, from that of
-    another rank on its ``own node``, from the memory of ``other nodes``, or from ``storage``."""
-    derived_random: bool = False
-    """True if this rank derived its random states, because those of a rank of its number were not there."""
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    """reader → why the rest of its epoch was skipped: its table version is gone (``on_version_gone="next_epoch"``)."""
-
-
-class RunCopying(Protocol):
-    """A copy of another run, as `lakeckpt.checkpoint.copying.run_copy` makes it at this run's place."""
-
-    def copy_files(self, *, rank: int, world_size: int) -> None:
-        """Write and verify the files that fall to ``rank``."""
-        ...
-
-    def commit(self) -> object:
-        """Make a run of the files."""
-        ...
+_Which = tuple[int | None, Decision | None, str]
+"""The slot of a checkpoint (None: none yet), what was decided of the cut in memory that goes on from it, if that is
+restored, and the text of what leaves the deal."""
+_NOTHING: _Which = (None, None, "")
 
 
 class Restorer:
     """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, which all
     ranks give or none, if it holds something newer than what was committed. Objects named in ``allow_missing`` keep the
     state that they have, where what is restored does not hold them. ``serves``: nodes read from each other's memory.
-    ``step``: see `Chooser`. ``copies`` makes a copy of another run, with which this one begins if there is none in its
-    place yet."""
+    ``step``, ``exclude_steps``: see `Chooser`. ``copies`` makes a copy of another run, with which this one begins if
+    there is none in its place yet."""
 
     def __init__(
         self,
@@ -132,10 +95,12 @@ class Restorer:
         objects: Mapping[str, Any],
         *,
         step: int | None = None,
+        exclude_steps: tuple[int, int] | None = None,
         arenas: ArenaFolder | None = None,
         allow_missing: Collection[str] = (),
         serves: bool = True,
-        copies: Callable[[], RunCopying] | None = None,
+        aftermath: Aftermath | None = None,
+        copies: Callable[[], RunCopy] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._storage = storage
@@ -143,13 +108,21 @@ class Restorer:
         self._exchange = exchange
         rank, world_size = exchange.rank, exchange.world_size
         self._chooser = Chooser(
-            storage, world_size=world_size, speaker=rank == 0, step=step, objects=objects, clock=clock
+            storage,
+            world_size=world_size,
+            speaker=rank == 0,
+            step=step,
+            exclude_steps=exclude_steps,
+            objects=objects,
+            clock=clock,
         )
         self._memory = (
             None if arenas is None else Remembered(arenas, storage, rank=rank, world_size=world_size, count=self._count)
         )
         self._serves, self._key = serves, b""
         self._read_bytes: Counter[str] = Counter()
+        self._aftermath = aftermath
+        self._objects = objects
         self._unfit: dict[CutId, str] = {}
         self._passed_over: dict[CutId, str] = {}
         self._applying = Applying(storage, exchange, objects, allow_missing=allow_missing, advice=_ADVICE, mixed=_MIXED)
@@ -170,8 +143,13 @@ class Restorer:
 
     def _restore(self, presence: Presence | None) -> tuple[int, Attempt, RestoreReport]:
         begun: int | None = None
+        has_learned, has_excluded = self._aftermath is None, False
         for look in range(_MOST_ROUNDS):
             choice = self._all.ask_rank_0(self._chooser.choose)
+            if not (has_learned or choice["empty"]):
+                has_learned = True
+                if self._learn(choice):
+                    continue
             which = self._which(choice)
             if begun is None and choice["empty"]:
                 if presence is not None and presence.await_run():
@@ -181,6 +159,11 @@ class Restorer:
                     continue
             try:
                 chosen = self._compare(choice["run"], which)
+                if begun is None and self._aftermath is not None and not has_excluded:
+                    if has_excluded := self._aftermath.level.excludes:
+                        self._exclude(self._aftermath.refuse(self._objects))
+                        continue
+                    self._aftermath.refuse(self._objects)
                 if begun is not None:
                     self._apply(chosen)
                     return self._record(choice, begun, chosen)
@@ -192,20 +175,36 @@ class Restorer:
             begun = self._claim(choice["run"], 0 if chosen is None else chosen.step, presence)
         raise CheckpointDamaged(f"{_MOST_ROUNDS} checkpoints of this run were tried, and none is whole")
 
+    def _learn(self, choice: Mapping[str, str]) -> bool:
+        """Learn from the faults of earlier attempts. Return whether another choice is to be made."""
+        assert self._aftermath is not None
+        self._aftermath.learn(choice["run"], lambda: self._chooser.view)
+        self._chooser.go_back, self._chooser.reached = self._aftermath.level.go_back, self._aftermath.reached
+        if self._exchange.rank == 0:
+            self._chooser.exclusions = self._aftermath.kept(exclusions_in(self._chooser.view))
+        return self._aftermath.reached > 0
+
+    def _exclude(self, found: tuple[Exclusion, ...]) -> None:
+        """Let ``found`` leave the deal, beside what has left it. Only rank 0's counts."""
+        self._chooser.exclusions = (*(self._chooser.exclusions or ()), *found)
+
     def _claim(self, run: str, step: int, presence: Presence | None) -> int:
         """Begin the attempt, whose number is returned: from now on no other job commits into the run."""
         if presence is not None:
             presence.meet()
         take_over = None if presence is None else presence.take_over
-        begun = int(self._all.ask_rank_0(lambda: self._chooser.claim(run, take_over))["begun"])
+        restarts = 0 if self._aftermath is None else self._aftermath.restarts
+        begun = int(self._all.ask_rank_0(lambda: self._chooser.claim(run, take_over, restarts))["begun"])
         expect_folder(self._storage, LOG)
+        if self._aftermath is not None:
+            self._aftermath.begin(run, begun)
         if presence is not None:
             presence.begin(begun, step)
         return begun
 
-    def _copy(self, copies: Callable[[], RunCopying]) -> None:
+    def _copy(self, copies: Callable[[], RunCopy]) -> None:
         """Begin with a copy of another run, whose files some ranks write."""
-        made: list[RunCopying] = []
+        made: list[RunCopy] = []
         rank, several = self._exchange.rank, min(self._exchange.world_size, _MOST_COPYING)
 
         def write() -> None:
@@ -221,8 +220,10 @@ class Restorer:
     def _which(self, choice: Mapping[str, str]) -> _Which:
         """Return rank 0's ``choice``, and what it decides of the cuts that go on from it in the memory of all nodes."""
         slot = None if choice["slot"] == "none" else int(choice["slot"])
+        if slot is None and not choice["offer"]:
+            return _NOTHING
         if not choice["offer"] or self._memory is None:
-            return slot, None
+            return slot, None, choice["exclusions"]
         exchange, facts = self._exchange, dict[str, str]()
         if exchange.rank == exchange.neighbours[0]:
             facts[_FACTS] = self._facts(choice["run"]).to_text()
@@ -232,7 +233,7 @@ class Restorer:
             self._key = bytes.fromhex(decided.value(_KEY))
             self._memory.admit(choice["run"], self._key)
         self._passed_over |= dict(decision.passed_over)
-        return slot, None if decision.cut is None else decision
+        return slot, None if decision.cut is None else decision, choice["exclusions"]
 
     def _facts(self, run: str) -> NodeFacts:
         """Return what the memory of this node holds of the run; nothing, with a warning, if it cannot be looked at."""
@@ -260,7 +261,7 @@ class Restorer:
     def _pass_over(self, which: _Which, unusable: Unusable) -> None:
         """Report what is damaged, and do not choose it again; do neither if a newer commit has removed it."""
         self._compared = _NOTHING, None
-        slot, decision = which
+        slot, decision, _ = which
         captured = None if decision is None else decision.cut
         if captured is None and self._all.ask_rank_0(self._overtaken)["overtaken"]:
             return
@@ -286,9 +287,11 @@ class Restorer:
         if self._compared[0] != which:
             self._compared = _NOTHING, None
             self._applying.go_back()
-            if which != _NOTHING:
-                read = partial(self._read, run, *which)
-                self._compared = which, self._applying.compare(read, of_memory=which[1] is not None)
+            slot, decision, exclusions = which
+            if slot is not None or decision is not None:
+                read = partial(self._read, run, slot, decision)
+                found = self._applying.compare(read, exclusions_from_text(exclusions), of_memory=decision is not None)
+                self._compared = which, found
         return self._compared[1]
 
     def _read(self, run: str, slot: int | None, decision: Decision | None) -> Candidate:
@@ -329,8 +332,11 @@ class Restorer:
         pins = None if chosen is None else chosen.pins
         skipped = {} if pins is None else dict(pins.skipped)
         epochs = {name: int(chosen.readers[name].state["epoch"]) for name in skipped} if chosen is not None else {}
-        work = partial(self._chooser.restored, choice, begun, epochs, captured)
+        faults = self._faults(chosen)
+        work = partial(self._chooser.restored, choice, begun, epochs, captured, faults)
         last = int(self._all.ask_rank_0(work)["last"])
+        if self._aftermath is not None:
+            self._aftermath.forget()
         self._applying.done()
         attempt = Attempt(run=choice["run"], number=begun, last=last, parent=None, seed=torch.initial_seed() % 2**63)
         if chosen is not None:
@@ -346,9 +352,21 @@ class Restorer:
             passed_over=self._newer_than(chosen),
             read=dict(self._read_bytes),
             derived_random=chosen is not None and chosen.loaded.random is None,
+            excluded=said_of_every(exclusions_from_text(choice["exclusions"])),
             skipped=skipped,
         )
         return 0 if chosen is None else chosen.step, attempt, report
+
+    def _faults(self, chosen: Candidate | None) -> tuple[Fault, ...]:
+        """Return the faults that ended the attempts before, on rank 0."""
+        if self._aftermath is None or self._exchange.rank:
+            return ()
+        if chosen is None:
+            return self._aftermath.joined(0, "nothing", 0)
+        tier: Tier = (
+            "storage" if chosen.captured is None else "other nodes" if self._read_bytes["other nodes"] else "memory"
+        )
+        return self._aftermath.joined(chosen.step, tier, self._read_bytes.total())
 
     def _newer_than(self, chosen: Candidate | None) -> tuple[str, ...]:
         """Return which newer cuts in memory were passed over, the newest first, and why."""
@@ -357,7 +375,8 @@ class Restorer:
         found = tuple(f"step {cut.step} of attempt {cut.attempt}: {why}" for cut, why in every if cut.step > done)
         for text in found if self._exchange.rank == 0 else ():
             _LOG.info("a newer cut in memory was passed over: %s", text)
-        return found
+        said = "" if self._aftermath is None else self._aftermath.level.said
+        return (*found, said) if said else found
 
     def _go_on(self, attempt: Attempt, chosen: Candidate) -> None:
         """Let the attempt, and the random states of this process, go on from what was restored."""
@@ -366,10 +385,8 @@ class Restorer:
             attempt.parent, attempt.seed, attempt.recorded = manifest.slot, manifest.seed, manifest.step
         if chosen.loaded.random is None:
             if chosen.captured is not None:
-                _LOG.info(
-                    "rank %d derives its random states: those of a rank of its number are not in memory",
-                    self._exchange.rank,
-                )
+                text = "rank %d derives its random states: those of a rank of its number are not in memory"
+                _LOG.info(text, self._exchange.rank)
             derive_random(attempt.seed, chosen.step, self._exchange.rank)
         else:
             restore_random(chosen.loaded.random)

@@ -14,15 +14,16 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from lakeckpt.checkpoint.format.manifest import Manifest
+from lakeckpt.checkpoint.consumed.steps_used import exclusions_of_steps
+from lakeckpt.checkpoint.format.manifest import Exclusion, Manifest
 from lakeckpt.checkpoint.format.register import KeptCheckpoint, best_first
 from lakeckpt.checkpoint.format.verified_reads import fetch_register
-from lakeckpt.checkpoint.persist.history import must_stay, newest_slot, not_rolled_back
+from lakeckpt.checkpoint.persist.history import history_of, must_stay, newest_slot, not_rolled_back
 from lakeckpt.checkpoint.persist.log import Damage, LogView, list_slots, read_log, slot_path
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, DamageWarning
 from lakeckpt.lake.storage.base import Storage, describe
 
-__all__ = ["BesideRun", "RunLog", "Step", "before_orders", "newest_checkpoint", "no_such_step"]
+__all__ = ["BesideRun", "RunLog", "Step", "before_orders", "exclusions_of", "newest_checkpoint", "no_such_step"]
 
 Step = int | Literal["best"] | None
 _FIRST_ENTRIES = 16
@@ -219,6 +220,12 @@ def before_orders(view: LogView) -> LogView:
     """Return the log up to its newest commit. No commit has followed the roll-backs behind it, so no data has been
     removed since: a new roll-back may name any checkpoint that was there before them."""
     return view.until(view.manifests[0].slot) if view.manifests else view
+
+
+def exclusions_of(view: LogView, goes_back_to: Manifest, steps: tuple[int, int]) -> tuple[Exclusion, ...]:
+    """Return what excludes the batches of ``steps`` from a checkpoint on, in the history of the newest commit. ``view``
+    is the whole log. Raises what `exclusions_of_steps` does."""
+    return exclusions_of_steps(history_of(view, tip=view.manifests[0].slot).chain, goes_back_to, steps)
 
 
 def no_such_step(step: int, kept: Iterable[KeptCheckpoint], more: str = "") -> CheckpointNotFound:

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
-from lakeckpt.checkpoint.consumed.excluded import Change, Opening, opening_of
+from lakeckpt.checkpoint.consumed.excluded import Change, Opening, begun_at, going_on_with
+from lakeckpt.checkpoint.consumed.exclusions import without_exclusions
 from lakeckpt.checkpoint.consumed.rest_of_epoch import excluding
-from lakeckpt.checkpoint.format.manifest import ReaderRecord
+from lakeckpt.checkpoint.format.manifest import Exclusion, ReaderRecord
 from lakeckpt.checkpoint.format.verified_reads import read_object
 from lakeckpt.checkpoint.persist.history import index_path, selection_path
-from lakeckpt.core.state import State
+from lakeckpt.core.state import State, depends_on_data
 from lakeckpt.errors import CheckpointDamaged, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.table.index import TableIndex
@@ -41,6 +42,8 @@ class Pins:
     """The state to load in place of the one that was saved, if other row groups are excluded than then."""
     changes: Mapping[str, Mapping[str, Change]] = field(default_factory=dict)
     """Reader → what it excludes of each source of a mixture (""; it reads one table), if that is positions."""
+    exclusions: tuple[Exclusion, ...] = ()
+    """What leaves the deal besides, of all readers."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Why the rest of the state's epoch is skipped; found on rank 0 alone."""
     grown: Mapping[str, str] = field(default_factory=dict)
@@ -48,12 +51,19 @@ class Pins:
 
 
 def fit_readers(
-    storage: Storage, objects: Mapping[str, Any], records: Mapping[str, ReaderRecord], *, look: bool
+    storage: Storage,
+    objects: Mapping[str, Any],
+    records: Mapping[str, ReaderRecord],
+    exclusions: tuple[Exclusion, ...] = (),
+    *,
+    look: bool,
 ) -> Pins:
-    """Return how the readers among ``objects`` go on from their ``records``; with ``look``, look at their tables.
+    """Return how the readers among ``objects`` go on from their ``records``, without what ``exclusions`` take out of
+    the deal; with ``look``, look at their tables.
 
-    Raises what `VersionedReader.fit` raises.
+    Raises what `VersionedReader.fit` raises, and `StateMismatch` if an exclusion that was ordered is of another order.
     """
+    records = _without(records, exclusions)
     indexes: dict[str, TableIndex] = {}
     states: dict[str, State] = {}
     changes: dict[str, dict[str, Change]] = {}
@@ -76,7 +86,19 @@ def fit_readers(
                 grown[name] = fit.grown
             if fit.skipped:
                 skipped[name] = fit.skipped
-    return Pins(indexes=indexes, states=states, changes=changes, skipped=skipped, grown=grown)
+    return Pins(indexes=indexes, states=states, changes=changes, exclusions=exclusions, skipped=skipped, grown=grown)
+
+
+def _without(records: Mapping[str, ReaderRecord], exclusions: tuple[Exclusion, ...]) -> Mapping[str, ReaderRecord]:
+    """Return the records with their states without exclusions. In memory, the state of a reader whose consumption
+    depends on the data is that of one rank, and stays as it is: exclusions wait for the state of the whole job."""
+    names = {one.reader for one in exclusions}
+    found = dict(records)
+    for name in names & records.keys():
+        if not depends_on_data(records[name].state):
+            _, state, _ = without_exclusions(name, State.from_plain(records[name].state), exclusions, step=0)
+            found[name] = replace(records[name], state=state.to_plain())
+    return found
 
 
 def _saved(storage: Storage, live: str, digest: str, selection: str = "") -> TableIndex | RowSelection | None:
@@ -98,10 +120,15 @@ def _saved(storage: Storage, live: str, digest: str, selection: str = "") -> Tab
 
 def openings_at(records: Mapping[str, ReaderRecord], pins: Pins, step: int) -> dict[str, Opening]:
     """Return what readers exclude if they go on from their ``records``, at the cut of optimizer step ``step``."""
-    return {
-        name: opening_of(records[name].state, changes, reason="damaged", step=step)
-        for name, changes in pins.changes.items()
-    }
+    names = {one.reader for one in pins.exclusions} & records.keys()
+    found = {}
+    for name in sorted({*pins.changes, *names}):
+        opening = begun_at(records[name].state, pins.exclusions if name in names else (), name, step=step)
+        if name in pins.changes:
+            opening = going_on_with(opening, pins.changes[name], reason="damaged")
+        if name in pins.changes or opening.excluded:
+            found[name] = opening
+    return found
 
 
 def go_to(objects: Mapping[str, Any], indexes: Mapping[str, TableIndex]) -> Callable[[], None]:
@@ -127,7 +154,7 @@ def records_at(objects: Mapping[str, Any], records: Mapping[str, ReaderRecord], 
     found = dict(records)
     for name in pins.skipped:
         found[name] = replace(records[name], state=objects[name].next_epoch(records[name].state))
-    states = {**pins.states, **{name: one.state for name, one in openings_at(records, pins, 0).items()}}
+    states = {**{name: one.state for name, one in openings_at(records, pins, 0).items()}, **pins.states}
     for name, state in states.items():
         found[name] = replace(records[name], state=state.to_plain())
     return found

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lakeckpt.checkpoint.consumed.rows import RowOrder
+from lakeckpt.checkpoint.consumed.source_records import readers_in
+from lakeckpt.checkpoint.faults.records import faults_of
 from lakeckpt.checkpoint.ledger.audit import audit_history, read_run
 from lakeckpt.checkpoint.ledger.explain import explain_history
 from lakeckpt.checkpoint.ledger.indexes import orders_of
-from lakeckpt.checkpoint.ledger.source_records import readers_in
 from lakeckpt.checkpoint.ledger.verify import Kept
 from lakeckpt.checkpoint.persist.history import History
 from lakeckpt.cli.inspect import overview_of
@@ -37,11 +38,14 @@ def facts_of(storage: Storage, place: str, *, newest_steps: int) -> dict[str, An
     history = read_run(storage)
     orders = orders_of(storage, history)
     steps, why = _steps(history, orders, newest_steps)
+    faults, account = faults_of(storage, history)
     return {
         "place": place,
         **overview_of(history, Kept(storage), newest=10**9),
         "audit": audit_history(history, orders).to_plain(),
         "restarts": list(_restarts(history)),
+        "faults": [one.to_plain() for one in faults],
+        "account": account.to_plain(),
         "waits": [] if history.tip is None else [asdict(one) for one in history.tip.waits],
         "epochs": _epochs(history),
         "steps": steps,

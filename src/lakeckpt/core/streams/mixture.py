@@ -289,9 +289,9 @@ def _opened(
 def excluding(state: State, excluded: Sequence[Mapping[int, Intervals]], orders: Sequence[Identity]) -> State:
     """Return ``state``, of one order or of a mixture, without ``excluded``: see `lakeckpt.core.changes.without`.
 
-    Of a state of which nothing was read, nothing is excluded: it goes on in ``orders``.
+    A state of which nothing was read, and nothing is excluded, begins in ``orders``.
     """
-    if state.is_start:
+    if state.is_start and not any(positions for one in excluded for positions in one.values()):
         return replace(state, orders=tuple(orders))
     opened = replace(state.segment, micro_batch=plan_of(state).micro_batch(state.step), step=state.step)
     if state.mixing is not None:

@@ -113,12 +113,14 @@ class BaseDataset(IterableDataset[Any]):
         progress = self._progress
         progress.check(iteration)
         step = progress.state.step
+        progress.deliveries.waits()
         for dealt, found in self._reading(rank):
             self._carried.check(found, dealt)
             if gives(dealt, self.row_wise):
                 progress.check(iteration)
                 progress.delivered(dealt)
                 yield found
+                progress.deliveries.waits()
             step = dealt.step + 1
             progress.check(iteration)
         progress.end(step)

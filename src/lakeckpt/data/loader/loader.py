@@ -304,6 +304,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
         step, replanned = progress.state.step, progress.replanned
         found = found if stage is None else stage(found)
         counters = self._counting.begin(self.dataset)
+        progress.deliveries.waits()
         while (pulled := counters.pull(found)) is not None:
             receipt, batch = pulled
             self.dataset._carried.check(batch, receipt)
@@ -313,6 +314,7 @@ class LakeLoader(Prepared, DataLoader[Any]):
                 progress.delivered(receipt)
                 counters.delivered(receipt.rows)
                 yield item
+                progress.deliveries.waits()
                 if self._before_more is not None:
                     self._before_more()
             step = receipt.step + 1

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from threading import get_ident
+from typing import Any
 
 import torch
 
@@ -59,6 +60,8 @@ class Deliveries:
         """How many managers have tracked the loader."""
         self._in_training = 0
         """How many batches came while a model was trained, and no manager saved the place of the loader."""
+        self.beat: Any = None
+        """The page of the rank follows what is delivered: ``waits()``, ``delivered(receipt)``, ``ended()``."""
 
     def __reduce__(self) -> tuple[type[Deliveries], tuple[()]]:
         return Deliveries, ()  # in a worker process nothing was delivered
@@ -73,8 +76,15 @@ class Deliveries:
         """True if a manager saves the place of the loader."""
         return self._name is not None
 
-    def delivered(self, iteration: int) -> None:
-        """Note that the iterator with this number gave the loop a batch (in row-wise use: a row)."""
+    def waits(self) -> None:
+        """Note that the loop asks for a batch."""
+        if self.beat is not None:
+            self.beat.waits()
+
+    def delivered(self, iteration: int, receipt: Any = None) -> None:
+        """Note that the iterator with this number gave the loop a batch (in row-wise use: a row), of ``receipt``."""
+        if self.beat is not None:
+            self.beat.delivered(receipt)
         if iteration != self._iteration:
             self._iteration, self._fresh, self._recent = iteration, True, 0
         self._count += 1
@@ -91,6 +101,8 @@ class Deliveries:
     def end(self) -> None:
         """Note that the loop saw the end of the rows."""
         self._over = True
+        if self.beat is not None:
+            self.beat.ended()
 
     def begin_run(self, name: str) -> int:
         """Note that a manager tracks the loader as ``name`` from now on: earlier deliveries are not of its run. Returns

@@ -311,7 +311,7 @@ class Progress:
         """Note that the loop got what ``receipt`` is of."""
         self.runs.advance(receipt)
         self.last_receipt = receipt
-        self.deliveries.delivered(self._iteration)
+        self.deliveries.delivered(self._iteration, receipt)
         if self.mixing is not None and self.plan.steps == receipt.step + 1 and not self.plan.is_last:
             self._advance(advanced(self.state))
 

@@ -140,6 +140,12 @@ class LoaderReader:
         return self._loader.topology
 
     @property
+    def batch_size(self) -> int | None:
+        """Rows (or packed sequences) of a micro-batch; None: single rows."""
+        found: int | None = self._dataset.batch_size
+        return found
+
+    @property
     def has_explicit_rank(self) -> bool:
         """True if the user gave ``rank=`` and ``world_size=``, so that no group says which ranks read the same rows."""
         return self._dataset._explicit_rank is not None

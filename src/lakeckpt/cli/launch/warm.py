@@ -11,7 +11,7 @@ import gc
 import importlib
 import os
 
-from lakeckpt.cli.run import PRELOAD
+from lakeckpt.cli.launch.run import PRELOAD
 
 __all__ = ["added"]
 

@@ -1,14 +1,15 @@
 """This module starts the ranks of a job on this node as torchrun does, but from a process that has imported torch.
 
 `lakeckpt run` takes torchrun's options, and torchrun's own agent starts, watches and restarts the ranks. *Warm* ranks
-are forked from a server that has imported what training scripts import (`lakeckpt.cli.warm`), so a restart takes tenths
-of a second instead of the seconds of these imports. *Cold* ranks are started as torchrun starts them: with ``--cold``,
-if the command is no Python script, if the server cannot be forked safely, and after two deaths in a row at one place,
-so that a damaged driver or library shows.
+are forked from a server that has imported what training scripts import (`lakeckpt.cli.launch.warm`), so a restart takes
+tenths of a second instead of the seconds of these imports. *Cold* ranks are started as torchrun starts them: with
+``--cold``, if the command is no Python script, if the server cannot be forked safely, and after two deaths in a row
+without progress, so that a damaged driver or library shows.
 
 If no rank begins an attempt of its run (`lakeckpt.checkpoint.ranks.note_begun`), a restart does not mend the cause,
-such as an import error: after three of these attempts the launcher ends with the script's own exit status. The module
-starts no threads.
+such as an import error: after three of these attempts the launcher ends with the script's own exit status. If a restore
+finds that no restart helps (status 93), or that this node leaves the job (94), the launcher ends with that status. It
+notes the exit status of each rank that failed beside the rank's page. The module starts no threads.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lakeckpt.checkpoint.ranks import LAUNCH
-from lakeckpt.errors import ConfigError
+from lakeckpt.checkpoint.ranks import LAUNCH, MIN_NODES
+from lakeckpt.cli.launch.attempts import ATTEMPTS_WITHOUT_BEGIN, WARM_DEATHS, Attempts
+from lakeckpt.errors import ConfigError, CrashLoop, NodeLeaves
 
 __all__ = ["PRELOAD", "parse"]
 
@@ -39,9 +41,6 @@ PRELOAD = "LAKECKPT_PRELOAD"
 
 _MAX_RESTARTS = 1000
 _LAST_CALL_S = 5
-_ATTEMPTS_WITHOUT_BEGIN = 3
-_WARM_DEATHS = 2
-"""So many deaths in a row at one place are followed by a cold start."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -83,15 +82,17 @@ def _run(args: argparse.Namespace) -> int:
     config.rdzv_configs.setdefault("last_call_timeout", _LAST_CALL_S)
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ[PRELOAD] = ",".join(_found(args.preload))
+    os.environ[MIN_NODES] = str(config.min_nodes)
     with tempfile.TemporaryDirectory(prefix="lakeckpt-run-") as folder:
         os.environ[LAUNCH] = folder
-        agent = _agent_class(_Attempts(Path(folder)), _Ways(args, command, arguments))
+        attempts = Attempts(folder)
+        agent = _agent_class(attempts, _Ways(args, command, arguments))
         with mock.patch.object(api, "LocalElasticAgent", agent):
             try:
                 api.elastic_launch(config=config, entrypoint=command)(*arguments)
             except ChildFailedError as error:
                 print(error, file=sys.stderr)
-                return _status(error)
+                return attempts.ends or _status(error)
             except SignalException as ended:
                 return 128 + int(ended.sigval)
     return 0
@@ -153,32 +154,6 @@ def _status(error: Any) -> int:
     return int(first.exitcode) if first.exitcode >= 0 else 128 - int(first.exitcode)
 
 
-class _Attempts:
-    """What ranks noted of the attempts of this launcher."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._failed = folder, 0
-        self._places: list[str] = []
-        """For each attempt, the step at which it began; '' if it did not."""
-
-    def failed(self, number: int) -> None:
-        """Note that attempt ``number`` failed."""
-        notes = sorted(self._folder.glob(f"{number}.*"))
-        self._failed = 0 if notes else self._failed + 1
-        self._places.append(notes[0].read_text() if notes else "")
-
-    @property
-    def is_hopeless(self) -> bool:
-        """True if no rank began in the last attempts."""
-        return self._failed >= _ATTEMPTS_WITHOUT_BEGIN
-
-    @property
-    def is_stuck(self) -> bool:
-        """True if the last attempts went on from the same place."""
-        last = self._places[-_WARM_DEATHS:]
-        return len(last) == _WARM_DEATHS and len(set(last)) == 1
-
-
 class _Ways:
     """How ranks are started: (entry point, its arguments), as torch's agent takes them."""
 
@@ -195,11 +170,11 @@ class _Ways:
         return ""
 
     def next(self, *, stuck: bool) -> tuple[Any, tuple[Any, ...]]:
-        """Return how the next attempt is started; ``stuck``: the last ones went on from the same place."""
+        """Return how the next attempt is started; ``stuck``: the last ones died without progress."""
         if not self._why_cold and not self._is_checked:
             self._why_cold, self._is_checked = _server_fault(), True
         if self._why_cold or stuck:
-            _say(f"ranks start cold: {self._why_cold or f'{_WARM_DEATHS} deaths in a row at one place'}")
+            _say(f"ranks start cold: {self._why_cold or f'{WARM_DEATHS} deaths in a row without progress'}")
             return self._command, tuple(self._arguments)
         return _enter, (self._args.training_script, self._args.module, *self._args.training_script_args)
 
@@ -208,7 +183,7 @@ def _server_fault() -> str:
     """Start the fork server, and return why it cannot be forked; '' if it can be."""
     import torch._dynamo  # noqa: F401  # torch's logging of a failed rank imports it: here, before all ranks wait
 
-    multiprocessing.set_forkserver_preload(["lakeckpt.cli.warm"])
+    multiprocessing.set_forkserver_preload(["lakeckpt.cli.launch.warm"])
     context = multiprocessing.get_context("forkserver")
     mine, its = context.Pipe(duplex=False)
     probe = context.Process(target=_probe, args=(its,))
@@ -226,9 +201,9 @@ def _probe(answer: Any) -> None:
     """Say, in a process that the server forked, why it should not have been."""
     import torch
 
-    warm, fault = sys.modules.get("lakeckpt.cli.warm"), ""  # it is there if the server imported it
+    warm, fault = sys.modules.get("lakeckpt.cli.launch.warm"), ""  # it is there if the server imported it
     if warm is None:
-        fault = "the fork server could not import lakeckpt.cli.warm"
+        fault = "the fork server could not import lakeckpt.cli.launch.warm"
     elif warm.added:
         fault = f"a module of --preload has started {warm.added} threads, which a forked process would not have"
     elif torch.cuda._is_in_bad_fork():
@@ -259,6 +234,8 @@ def _ended() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         sys.exit(130)
+    except (CrashLoop, NodeLeaves) as error:  # rank 0 has said why
+        sys.exit(error.code)
     except Exception:
         traceback.print_exc()
         raise
@@ -267,7 +244,7 @@ def _ended() -> Iterator[None]:
         sys.stdout.flush()
 
 
-def _agent_class(attempts: _Attempts, ways: _Ways) -> Callable[..., Any]:
+def _agent_class(attempts: Attempts, ways: _Ways) -> Callable[..., Any]:
     """Return torch's agent, which asks ``ways`` how to start ranks, and tells ``attempts`` how they ended."""
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -283,9 +260,13 @@ def _agent_class(attempts: _Attempts, ways: _Ways) -> Callable[..., Any]:
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)
             if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
-                attempts.failed(worker_group.spec.max_restarts - self._remaining_restarts)
-                if attempts.is_hopeless and self._remaining_restarts:
-                    _say(f"{_ATTEMPTS_WITHOUT_BEGIN} attempts failed before the run began: this is the end")
+                local = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
+                failures = {local[rank]: failure for rank, failure in (result.failures or {}).items()}
+                attempts.failed(worker_group.spec.max_restarts - self._remaining_restarts, failures)
+                if attempts.ends:
+                    self._remaining_restarts = 0
+                elif attempts.is_hopeless and self._remaining_restarts:
+                    _say(f"{ATTEMPTS_WITHOUT_BEGIN} attempts failed before the run began: this is the end")
                     self._remaining_restarts = 0
             return result
 

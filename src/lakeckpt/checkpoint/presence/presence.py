@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.agent.generations import digest_of_place
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.markers import Marker, began_s, launchers, leave_marker, remove_marker
 from lakeckpt.checkpoint.format.manifest import Begin, said_of
-from lakeckpt.checkpoint.restore.away import await_run
+from lakeckpt.checkpoint.presence.away import await_run
 from lakeckpt.errors import ConfigError, RunInUse, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.tracking.exchange import Exchange
@@ -86,7 +86,7 @@ class Presence:
     # --- before the attempt begins
 
     def await_run(self) -> bool:
-        """Wait for a run that is away. Collective; see `lakeckpt.checkpoint.restore.away`."""
+        """Wait for a run that is away. Collective; see `lakeckpt.checkpoint.presence.away`."""
         return self._is_named and await_run(
             self._storage,
             self._exchange,

@@ -3,7 +3,7 @@
 `FaultyStorage` wraps any storage and does to chosen calls what stores do to programs. Faults are addressed by method
 and number, never by time or chance, so that a failing case is a line to copy::
 
-    FaultyStorage(inner, fail_at={("put_new", 1): Fault.LOST_ANSWER, ("*", 7): Fault.KILL})
+    FaultyStorage(inner, fail_at={("put_new", 1): StoreFault.LOST_ANSWER, ("*", 7): StoreFault.KILL})
 
 means: the first ``put_new`` succeeds, but its caller hears of an error; the seventh call of any kind never happens, and
 the storage is dead from then on. Calls that are not addressed go through unchanged. Keeps the record ``calls``.
@@ -12,22 +12,24 @@ the storage is dead from then on. Calls that are not addressed go through unchan
 from __future__ import annotations
 
 import enum
+import errno
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from lakeckpt.errors import ConfigError, StorageError
 from lakeckpt.lake.storage.base import Buffer, ObjectInfo, Storage, describe
 
-__all__ = ["Fault", "FaultyStorage", "Killed"]
+__all__ = ["FaultyStorage", "Killed", "StoreFault"]
 
 METHODS = ("list", "read", "put", "put_new", "delete")
 
 
-class Fault(enum.Enum):
+class StoreFault(enum.Enum):
     """What happens to a call. Each kind says which methods it can happen to; the others refuse it at once."""
 
     ERROR = "error"  # any: nothing is done, StorageError
+    FULL = "full"  # put, put_new: nothing is done, StorageError of a full disk, which no retry mends
     LOST_ANSWER = "lost answer"  # any: it is done, and yet StorageError
     TORN = "torn"  # put: the first half becomes visible, then StorageError
     SILENT_TEAR = "silent tear"  # put: the first half becomes visible, and success is reported
@@ -37,7 +39,14 @@ class Fault(enum.Enum):
     KILL_TORN = "kill torn"  # put: the first half becomes visible, then as KILL
 
 
-_ONLY = {Fault.TORN: "put", Fault.SILENT_TEAR: "put", Fault.KILL_TORN: "put", Fault.FLIPPED: "read"}
+_PUT = ("put",)
+_ONLY = {
+    StoreFault.TORN: _PUT,
+    StoreFault.SILENT_TEAR: _PUT,
+    StoreFault.KILL_TORN: _PUT,
+    StoreFault.FLIPPED: ("read",),
+    StoreFault.FULL: ("put", "put_new"),
+}
 
 
 class Killed(BaseException):
@@ -47,7 +56,7 @@ class Killed(BaseException):
 class FaultyStorage:
     """A `Storage` whose calls fail as ``fail_at`` says.
 
-    ``fail_at`` maps (method, n) to a `Fault`: the n-th call (from 1) of that method, ``"*"`` counting all methods
+    ``fail_at`` maps (method, n) to a `StoreFault`: the n-th call (from 1) of that method, ``"*"`` counting all methods
     together. ``before(method, path)`` is called ahead of each call, to force an interleaving. ``calls`` lists
     (method, path) of all calls so far; for ``list`` the path is the prefix. ``inner`` is the storage that is wrapped.
     """
@@ -56,16 +65,16 @@ class FaultyStorage:
         self,
         inner: Storage,
         *,
-        fail_at: Mapping[tuple[str, int], Fault] | None = None,
+        fail_at: Mapping[tuple[str, int], StoreFault] | None = None,
         before: Callable[[str, str], None] | None = None,
     ) -> None:
         self.inner = inner
         self._faults = dict(fail_at or {})
         for (method, n), fault in self._faults.items():
-            if method not in (*METHODS, "*") or n < 1 or not isinstance(fault, Fault):
+            if method not in (*METHODS, "*") or n < 1 or not isinstance(fault, StoreFault):
                 raise ConfigError(f"a fault is addressed by ({'|'.join(METHODS)}|*, n >= 1), not by {(method, n)!r}")
-            if method != "*" and _ONLY.get(fault, method) != method:
-                raise ConfigError(f"{fault} can only happen to {_ONLY[fault]!r}, not to {method!r}")
+            if method != "*" and method not in _ONLY.get(fault, (method,)):
+                raise ConfigError(f"{fault} can only happen to {' and '.join(_ONLY[fault])}, not to {method!r}")
         self._before = before
         self._lock = threading.Lock()
         self.calls: list[tuple[str, str]] = []
@@ -86,18 +95,18 @@ class FaultyStorage:
         try:
             data = self.inner.read(path, start, stop, etag=etag)
         except StorageError:
-            if fault is Fault.KILL_AFTER:  # a call that fails is a call, too
+            if fault is StoreFault.KILL_AFTER:  # a call that fails is a call, too
                 self._die("read", path)
             raise
         self._leave(fault, "read", path)
-        if fault is Fault.FLIPPED and data:
+        if fault is StoreFault.FLIPPED and data:
             middle = len(data) // 2
             data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         return data
 
-    def put(self, path: str, chunks: Iterable[Buffer]) -> int:
+    def put(self, path: str, chunks: Sequence[Buffer]) -> int:
         fault = self._enter("put", path)
-        if fault in (Fault.TORN, Fault.SILENT_TEAR, Fault.KILL_TORN):
+        if fault in (StoreFault.TORN, StoreFault.SILENT_TEAR, StoreFault.KILL_TORN):
             data = b"".join(chunks)
             self.inner.put(path, [data[: len(data) // 2]])
             self._leave(fault, "put", path)
@@ -116,7 +125,7 @@ class FaultyStorage:
         self.inner.delete(path)
         self._leave(fault, "delete", path)
 
-    def _enter(self, method: str, path: str) -> Fault | None:
+    def _enter(self, method: str, path: str) -> StoreFault | None:
         """Count the call, and raise what keeps it from happening."""
         if self._before is not None:
             self._before(method, path)
@@ -126,21 +135,25 @@ class FaultyStorage:
             self.calls.append((method, path))
             n = sum(1 for called, _ in self.calls if called == method)
             fault = self._faults.get((method, n)) or self._faults.get(("*", len(self.calls)))
-        if fault is not None and _ONLY.get(fault, method) != method:
+        if fault is not None and method not in _ONLY.get(fault, (method,)):
             raise ConfigError(f"call {len(self.calls)} is {method} {path!r}, to which {fault} cannot happen")
-        if fault is Fault.ERROR:
+        if fault is StoreFault.FULL:
+            error = StorageError(f"injected: {method} {path!r} failed, as the disk is full")
+            error.errno = errno.ENOSPC
+            raise error
+        if fault is StoreFault.ERROR:
             raise StorageError(f"injected: {method} {path!r} failed before it was done")
-        if fault is Fault.KILL:
+        if fault is StoreFault.KILL:
             self._die(method, path)
         return fault
 
-    def _leave(self, fault: Fault | None, method: str, path: str) -> None:
+    def _leave(self, fault: StoreFault | None, method: str, path: str) -> None:
         """Raise what the caller gets although (part of) the call was done."""
-        if fault is Fault.LOST_ANSWER:
+        if fault is StoreFault.LOST_ANSWER:
             raise StorageError(f"injected: {method} {path!r} was done, but the answer was lost")
-        if fault is Fault.TORN:
+        if fault is StoreFault.TORN:
             raise StorageError(f"injected: {method} {path!r} was torn")
-        if fault in (Fault.KILL_AFTER, Fault.KILL_TORN):
+        if fault in (StoreFault.KILL_AFTER, StoreFault.KILL_TORN):
             self._die(method, path)
 
     def _die(self, method: str, path: str) -> NoReturn:

@@ -1,0 +1,11 @@
+"""This package notes the faults of a job on its nodes, and lets the next attempt learn from them.
+
+::
+
+    a rank → its page (`lakeckpt.watch.beat`) → a death: [causes], [notes]: a file beside the arenas
+                                                  its agent: [deaths]: the same, and a copy in the run
+                                                              |
+    the next attempt: [aftermath]: all nodes state their notes → `lakeckpt.recovery.progress` → the level
+                      [batch_rows]: the rows of the micro-batch that ends the job
+                      [records]: what the log and the folder ``faults/`` say of all faults of a run
+"""

@@ -1,0 +1,42 @@
+"""This module notes the death of a trainer, in its agent: by whom it was ended, and what it was doing.
+
+The module imports without torch, and starts no threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from lakeckpt.checkpoint.faults.causes import cause_of_status, exit_status, killed_for_memory
+from lakeckpt.checkpoint.faults.notes import leave_note, note_at, note_of
+from lakeckpt.checkpoint.faults.records import put_note
+from lakeckpt.errors import StorageError
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.watch.beat import read_page
+
+__all__ = ["note_death"]
+
+_STATUS_S = 2.0
+"""How long the parent of a process may take to collect its exit status."""
+
+
+def note_death(storage: Storage, page_path: str, attempt: int, pidfd: int) -> str:
+    """Note why the process of ``pidfd`` (-1: there is none) has died, from its page, beside the page; and in the run at
+    ``storage``, if it died of its own. Returns what was noted; empty if there is no page, or if the process lives on.
+    """
+    at_s = time.time()
+    note, page = note_at(page_path), read_page(page_path)
+    if note is None and page is not None and page.phase != "ended":
+        status = exit_status(pidfd, timeout_s=_STATUS_S) if pidfd >= 0 else None
+        if status is None and page.lives:
+            return ""
+        cause, what = cause_of_status(status, killed=killed_for_memory() - page.killed)
+        made = note_of(page, attempt, cause=cause, what=what, text="its agent saw it end", at_s=at_s)
+        note = leave_note(page_path, made)
+    if note is None:
+        return ""
+    if note.is_own:
+        with contextlib.suppress(StorageError):
+            put_note(storage, note)
+    return note.name

@@ -1,0 +1,86 @@
+"""This module reads and writes what a run says of its faults: entries of the log, and the folder ``faults/``.
+
+The entry `Restored` of an attempt names the faults that ended the attempts before. A fault after which no attempt began
+stands in ``faults/`` alone, as the note of a rank that an agent has put there. How long the first step of an attempt
+took is known when its entry is written: rank 0 puts it into ``faults/`` as well. The module imports without torch, and
+starts no threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+
+from lakeckpt.checkpoint.format.manifest import Manifest, Restored
+from lakeckpt.checkpoint.persist.history import History
+from lakeckpt.errors import StorageError, WireError
+from lakeckpt.lake.storage.base import Storage
+from lakeckpt.recovery.account import Account, account_of
+from lakeckpt.recovery.faults import Fault, FaultNote, first_cause
+from lakeckpt.wire.documents import Count, from_plain, to_plain
+from lakeckpt.wire.envelope import dumps, loads
+
+__all__ = ["FAULTS", "FirstStep", "faults_of", "put_first_step", "put_note"]
+
+FAULTS = "faults"
+_KIND, _VERSION = "first-step", (1, 0)
+_STEP = ".step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstStep:
+    """The first step of an ``attempt`` was finished, so many ``seconds`` after its restore."""
+
+    attempt: Count
+    seconds: float
+
+
+def put_note(storage: Storage, note: FaultNote) -> None:
+    """Put the note of a death into the run. Raises `StorageError`."""
+    storage.put(f"{FAULTS}/{note.attempt:010d}.{note.rank:05d}", [note.to_bytes()])
+
+
+def put_first_step(storage: Storage, first: FirstStep) -> None:
+    """Put the time of a first step into the run. Raises `StorageError`."""
+    storage.put(f"{FAULTS}/{first.attempt:010d}{_STEP}", [dumps(to_plain(first), kind=_KIND, version=_VERSION)])
+
+
+def faults_of(storage: Storage, history: History) -> tuple[list[Fault], Account]:
+    """Return the faults of the run, in the order of their attempts, and the account. Documents in ``faults/`` that
+    cannot be read are skipped."""
+    steps, notes = _documents(storage)
+    found = {fault.first.attempt: fault for entry in history.restores for fault in _with_first_step(entry, steps)}
+    begun = max((one.attempt for one in history.begins), default=-1)
+    for attempt in sorted({note.attempt for note in notes} - found.keys()):
+        if attempt == begun:  # what no attempt has joined yet
+            found[attempt] = Fault(first=first_cause([note for note in notes if note.attempt == attempt]))
+    faults = [found[attempt] for attempt in sorted(found)]
+    entries: list[Manifest | Restored] = [*history.chain, *history.abandoned, *history.restores]
+    times = [one.created_s for one in (*entries, *history.begins)] + [one.first.at_s for one in faults]
+    return faults, account_of(faults, elapsed_s=max(times) - min(times) if times else 0.0)
+
+
+def _with_first_step(entry: Restored, steps: dict[int, float]) -> list[Fault]:
+    """Return the faults of an entry; the newest of them with the first step of the attempt that wrote the entry."""
+    faults = list(entry.faults)
+    if faults and entry.attempt in steps:
+        phases = {**faults[-1].phases, "first step": steps[entry.attempt]}
+        faults[-1] = replace(faults[-1], phases=phases)
+    return faults
+
+
+def _documents(storage: Storage) -> tuple[dict[int, float], list[FaultNote]]:
+    """Return attempt → seconds of its first step, and all notes."""
+    steps: dict[int, float] = {}
+    notes: list[FaultNote] = []
+    with contextlib.suppress(StorageError):
+        for info in storage.list(FAULTS):
+            with contextlib.suppress(StorageError, WireError):
+                data = storage.read(info.path)
+                if info.path.endswith(_STEP):
+                    plain = loads(data, kind=_KIND, supported=_VERSION)
+                    first: FirstStep = from_plain(FirstStep, plain, "the time of a first step")
+                    steps[first.attempt] = first.seconds
+                else:
+                    notes.append(FaultNote.from_bytes(data))
+    return steps, notes

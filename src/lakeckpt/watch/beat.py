@@ -1,0 +1,251 @@
+"""This module writes and reads the page of a rank: a file of 4 KiB in memory that says where the rank is.
+
+The rank stores a few words at each micro-batch and each step, in about a microsecond, and no call of the system. Other
+processes of the node read the page while the rank lives, and after its death: its last step, what it was doing, and
+which micro-batch it was at. The page lies beside the arenas, ``<digest of the run>.<attempt>.<rank>.beat``, also if
+nothing is captured.
+
+A page is an array of 512 words (u64, little endian). There is one writer, and readers tolerate that a word is newer
+than another one. The words from 16 to 223 are kept free for histories. The module imports without torch, and starts
+no threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+__all__ = ["PAGE_BYTES", "Beat", "Page", "Phase", "ReaderBeat", "process_start", "read_page"]
+
+PAGE_BYTES = 4096
+_MAGIC = 0x6C6B_6265_6174_0001
+Phase = Literal["start", "restore", "data", "compute", "save", "between", "ended"]
+"""What the rank does: it waits for a batch (data), works on one (compute), or is in the manager (save)."""
+_PHASES: tuple[Phase, ...] = ("start", "restore", "data", "compute", "save", "between", "ended")
+_NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
+_COMPUTE, _SAVE = _NUMBERS["compute"], _NUMBERS["save"]
+
+_PID, _STARTED, _RANK, _WORLD, _LOCAL_RANK, _BEATS, _PHASE = 1, 2, 3, 4, 5, 6, 7
+_SINCE, _STEP, _BATCHES = 8, 9, 11
+_READER, _EPOCH, _NEXT, _DEALT, _OF, _USED, _BEGUN, _ROWS, _ROWS_USED = range(224, 233)
+_FIRST, _LAST, _STALLED, _KILLED = range(233, 237)
+_TEXT = 256 * 8
+_LOCAL = "LOCAL_RANK"
+
+
+class _Delivered(Protocol):
+    """A receipt, as far as the page needs it."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What a page says."""
+
+    pid: int
+    started: int
+    """When the process began, in ticks since the machine did: another process may have its number later."""
+    rank: int
+    world: int
+    phase: Phase
+    since_s: float
+    """When the phase began, by CLOCK_MONOTONIC of the machine."""
+    begun: int
+    """The optimizer step at which the attempt began."""
+    step: int
+    """Optimizer steps that the rank has finished."""
+    batches: int
+    """Micro-batches that the loop got in this attempt."""
+    used: int
+    """Those that finished steps have used."""
+    reader: str
+    """The reader that delivered last."""
+    epoch: int
+    next_step: int
+    """The step of the reader, in this epoch, that follows the last delivery."""
+    dealt: int
+    """The data-parallel rank to which its micro-batches are dealt."""
+    of_ranks: int
+    """How many data-parallel ranks there are."""
+    rows: int
+    """Rows of the micro-batches that finished steps have used."""
+    first_step_s: float
+    """When the first step of the attempt was finished, in seconds since 1970; 0: none was."""
+    last_step_s: float
+    stalled_s: float
+    """For how long saves have held up the training thread, up to the last step."""
+    killed: int
+    """How many processes the control group had lost for want of memory when the page was made."""
+
+    @property
+    def lives(self) -> bool:
+        """Whether the process that writes the page lives."""
+        return process_start(self.pid) == self.started
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step on average; 0 if that is not known."""
+        steps = self.step - self.begun - 1
+        return max(0.0, (self.last_step_s - self.first_step_s) / steps) if steps > 0 else 0.0
+
+
+class Beat:
+    """Writes the page at ``path``, of ``rank`` of ``world``, whose attempt begins at optimizer step ``begun``.
+
+    ``killed``: as in `Page`. Raises ``OSError``. Any thread may call.
+    """
+
+    def __init__(self, path: str, *, rank: int, world: int, begun: int = 0, killed: int = 0) -> None:
+        self.path = path
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, PAGE_BYTES)  # a page that is missing later would end the process
+            self._map = mmap.mmap(descriptor, PAGE_BYTES)
+        finally:
+            os.close(descriptor)
+        self._words = memoryview(self._map).cast("Q")
+        self._pid = os.getpid()
+        words = self._words
+        words[_PID], words[_STARTED] = self._pid, process_start(self._pid) or 0
+        words[_DEALT], words[_OF] = rank, world
+        words[_RANK], words[_WORLD], words[_LOCAL_RANK] = rank, world, int(os.environ.get(_LOCAL) or 0)
+        words[_BEGUN] = words[_STEP] = begun
+        words[_KILLED] = killed
+        self.phase("start")
+        words[0] = _MAGIC  # last: until then it is no page
+
+    def begins(self, step: int, readers: Mapping[str, tuple[int, int]]) -> None:
+        """The attempt goes on after optimizer ``step``. ``readers``: name → (epoch, the step that comes next)."""
+        words = self._words
+        words[_BEGUN] = words[_STEP] = step
+        names = "\n".join(readers).encode()[: PAGE_BYTES - _TEXT - 8]
+        self._map[_TEXT : _TEXT + 8 + len(names)] = struct.pack("<Q", len(names)) + names
+        if readers:
+            words[_READER], (words[_EPOCH], words[_NEXT]) = 0, next(iter(readers.values()))
+        self.phase("between")
+
+    def phase(self, phase: Phase) -> None:
+        """The rank does something else now."""
+        words = self._words
+        words[_PHASE] = _NUMBERS[phase]
+        words[_SINCE] = time.monotonic_ns()
+        words[_BEATS] += 1
+
+    def of_reader(self, number: int) -> ReaderBeat:
+        """Return what the reader with this number calls."""
+        return ReaderBeat(self, number)
+
+    def delivered(self, number: int, receipt: _Delivered) -> None:
+        """The loop got the micro-batch of ``receipt`` from the reader with this number."""
+        words = self._words
+        words[_READER], words[_EPOCH], words[_NEXT] = number, receipt.epoch, receipt.step + 1
+        words[_DEALT], words[_OF] = receipt.rank, receipt.world_size
+        words[_BATCHES] += 1
+        words[_ROWS] += receipt.rows
+        words[_PHASE], words[_SINCE] = _COMPUTE, time.monotonic_ns()
+        words[_BEATS] += 1
+
+    def stepped(self, step: int, stalled_s: float) -> None:
+        """An optimizer step is finished, and the manager may save. Saves have stalled the loop for so long before."""
+        words = self._words
+        words[_STEP] = step
+        words[_USED], words[_ROWS_USED] = words[_BATCHES], words[_ROWS]
+        words[_LAST] = now = time.time_ns()
+        words[_FIRST] = words[_FIRST] or now
+        words[_STALLED] = int(1e9 * stalled_s)
+        words[_PHASE], words[_SINCE] = _SAVE, time.monotonic_ns()
+        words[_BEATS] += 1
+
+    def close(self, *, well: bool) -> None:
+        """Stop writing. A rank that ends ``well`` removes its page; in a forked process nothing happens."""
+        if self._pid != os.getpid() or self._words.nbytes == 0:
+            return
+        if well:
+            self.phase("ended")
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+
+
+class ReaderBeat:
+    """What one reader calls, on the thread that iterates it."""
+
+    __slots__ = ("_beat", "_number")
+
+    def __init__(self, beat: Beat, number: int) -> None:
+        self._beat, self._number = beat, number
+
+    def waits(self) -> None:
+        """The loop asks for its next micro-batch."""
+        self._beat.phase("data")
+
+    def delivered(self, receipt: _Delivered) -> None:
+        """The loop got the micro-batch of ``receipt``."""
+        self._beat.delivered(self._number, receipt)
+
+    def ended(self) -> None:
+        """The loop saw the end of the rows."""
+        self._beat.phase("between")
+
+
+def read_page(path: str) -> Page | None:
+    """Return what the page at ``path`` says; None if there is none."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(PAGE_BYTES)
+    except OSError:
+        return None
+    if len(data) < PAGE_BYTES:
+        return None
+    words = struct.unpack(f"<{PAGE_BYTES // 8}Q", data)
+    if words[0] != _MAGIC:
+        return None
+    names = data[_TEXT + 8 : _TEXT + 8 + min(words[_TEXT // 8], PAGE_BYTES - _TEXT - 8)].decode("utf-8", "replace")
+    readers = names.split("\n")
+    return Page(
+        pid=words[_PID],
+        started=words[_STARTED],
+        rank=words[_RANK],
+        world=words[_WORLD],
+        phase=_PHASES[min(words[_PHASE], len(_PHASES) - 1)],
+        since_s=words[_SINCE] / 1e9,
+        begun=words[_BEGUN],
+        step=words[_STEP],
+        batches=words[_BATCHES],
+        used=words[_USED],
+        reader=readers[min(words[_READER], len(readers) - 1)],
+        epoch=words[_EPOCH],
+        next_step=words[_NEXT],
+        dealt=words[_DEALT],
+        of_ranks=words[_OF],
+        rows=words[_ROWS_USED],
+        first_step_s=words[_FIRST] / 1e9,
+        last_step_s=words[_LAST] / 1e9,
+        stalled_s=words[_STALLED] / 1e9,
+        killed=words[_KILLED],
+    )
+
+
+def process_start(pid: int) -> int | None:
+    """Return when a process of this machine began, in ticks since the machine did; None if it does not live."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
