@@ -129,7 +129,7 @@ def test_what_a_place_holds_already_is_never_replaced_by_a_copy_of_something_els
         with pytest.raises(ConfigError, match=r"Nothing there was changed\. Name an empty place"):
             copied(source, place, step=step)
         assert place.objects == held
-    with pytest.raises(CheckpointNotFound, match="Checkpoints that can be restored: 8"):
+    with pytest.raises(CheckpointNotFound, match=r"keeps no checkpoint of step 5\. It keeps 8, 12: name one"):
         copied(source, MemoryStorage(), step=5)
     with pytest.raises(CheckpointNotFound, match="there is no run at"):
         copied(MemoryStorage(), target)
