@@ -16,7 +16,7 @@ from lakeckpt.checkpoint.arena.markers import began_s
 from lakeckpt.checkpoint.format.manifest import Begin
 from lakeckpt.checkpoint.manager import CheckpointManager
 from lakeckpt.checkpoint.persist.log import put_entry
-from lakeckpt.checkpoint.restore import presence
+from lakeckpt.checkpoint.presence import presence
 from lakeckpt.errors import ConfigError, RunInUse, TrackingError
 from lakeckpt.wire.documents import to_plain
 from lakeckpt.wire.envelope import dumps

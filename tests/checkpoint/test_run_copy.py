@@ -15,6 +15,7 @@ from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.checkpoint.persist.log import list_slots
+from lakeckpt.checkpoint.rollback import roll_back
 from lakeckpt.cli.main import main
 from lakeckpt.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from lakeckpt.lake.storage.local import LocalStorage
@@ -129,7 +130,7 @@ def test_what_a_place_holds_already_is_never_replaced_by_a_copy_of_something_els
         with pytest.raises(ConfigError, match=r"Nothing there was changed\. Name an empty place"):
             copied(source, place, step=step)
         assert place.objects == held
-    with pytest.raises(CheckpointNotFound, match="Checkpoints that can be restored: 8"):
+    with pytest.raises(CheckpointNotFound, match=r"keeps no checkpoint of step 5\. It keeps 8, 12: name one"):
         copied(source, MemoryStorage(), step=5)
     with pytest.raises(CheckpointNotFound, match="there is no run at"):
         copied(MemoryStorage(), target)
@@ -157,6 +158,53 @@ def test_a_job_begins_from_a_copy_once_and_goes_on_at_its_own_place(world_size: 
     assert job(own, 1, source=source) == [5] * world_size
     assert job(own, 1, source=MemoryStorage()) == [6] * world_size  # which is not looked at
     assert [one.step for one in read_history(own).chain] == [3, 5, 6, 7]
+
+
+def test_ranks_copy_the_checkpoint_that_rank_0_has_chosen_though_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, own = MemoryStorage(), MemoryStorage()
+
+    def save(value: float) -> None:  # each rank has a tensor of its own, in a file of its own
+        def trained(rank: int, exchange: HubExchange) -> None:
+            objects = {"tensor": Counter()}
+            with manager(source, objects, exchange=exchange) as saver:
+                saver.restore()
+                objects["tensor"].value = torch.full((4,), value + rank)
+                saver.step()
+
+        good(run_ranks(2, trained))
+
+    save(1.0)
+    begins, goes_on = RunCopy.__init__, [lambda: save(5.0)]
+
+    def chosen(self: RunCopy, *given: Any, **named: Any) -> None:
+        begins(self, *given, **named)
+        if goes_on:
+            goes_on.pop()()  # a newer checkpoint, before another rank looks
+
+    monkeypatch.setattr(RunCopy, "__init__", chosen)
+
+    def body(rank: int, exchange: HubExchange) -> tuple[int, float]:
+        objects = {"tensor": Counter()}
+        done = manager(own, objects, exchange=exchange).restore(source=source)
+        return done, float(objects["tensor"].value[0])
+
+    assert good(run_ranks(2, body)) == [(1, 1.0), (1, 2.0)]
+    assert verify(own).every_damage == () and len(read_history(source).chain) == 2
+
+
+def test_rows_that_leave_the_deal_by_an_order_are_not_lost_by_a_copy(script: Script) -> None:
+    roll_back(script.storage, 8, exclude_steps=(9, 11))
+    with pytest.raises(ConfigError, match="without rows that an order or a crash has excluded"):
+        copied(script.storage, MemoryStorage())
+    script.attempt(0, keep=2)  # the order is obeyed, and nothing is saved yet
+    with pytest.raises(ConfigError, match="copy it after the next save"):
+        copied(script.storage, MemoryStorage())
+    script.attempt(2, every=1, keep=2)
+    target = MemoryStorage()
+    assert copied(script.storage, target).step == 10
+    assert audit(target).verdict == audit(script.storage).verdict == "except"
 
 
 def test_a_source_without_a_run_is_an_error_and_begins_none() -> None:

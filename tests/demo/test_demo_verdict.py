@@ -186,7 +186,7 @@ def an_end_that_never_came(facts: RecordedJob) -> RecordedJob:
         (a_step_nobody_made, "By the loop's records"),
         (a_fault_that_never_struck, "Every fault happened"),
         (an_end_that_never_came, "Every fault happened"),
-        (two_steps_again, "at most one finished step again"),
+        (two_steps_again, "at most one step again"),
     ],
 )
 def test_each_way_to_be_wrong_is_red_and_named(damage: Callable[[RecordedJob], RecordedJob], claim: str) -> None:

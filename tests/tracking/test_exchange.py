@@ -246,6 +246,25 @@ def test_a_process_that_ends_after_a_rank_has_left_is_no_failure(pool: ThreadPoo
         job.ranks[0].close()
 
 
+class Ended:
+    """The store of a rank 0 that has ended when a value is read."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def get(self, key: str) -> bytes:
+        return b""
+
+
+def test_a_rank_that_comes_too_late_for_the_answer_of_a_rank_0_that_has_ended_says_so(pool: ThreadPoolExecutor) -> None:
+    job = Job(2, pool)
+    job.ranks[1]._store = Ended(job.ranks[1]._store)  # type: ignore[assignment]
+    assert "rank 0" in missing(job.begin(0, 1)[1])
+
+
 def test_a_rank_that_stops_after_its_facts_keeps_nobody_from_the_round(pool: ThreadPoolExecutor) -> None:
     job = Job(2, pool)
     begun = job.begin(1)

@@ -34,7 +34,7 @@ from lakeckpt.checkpoint.consumed.sharing import note_sharing, sharing_facts
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack, by_reader, cut_all, skip, tracks_of
 from lakeckpt.checkpoint.consumed.watch import Watch
 from lakeckpt.checkpoint.copying.backups import Backup
-from lakeckpt.checkpoint.copying.run_copy import RunCopy
+from lakeckpt.checkpoint.copying.by_ranks import copy_by_ranks
 from lakeckpt.checkpoint.faults.aftermath import Aftermath
 from lakeckpt.checkpoint.format.keep import Keep, held_metric
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
@@ -245,9 +245,9 @@ class CheckpointManager(Closing):
         steps = checked_steps(step, exclude_steps)
         check_shared(self._exchange, self._shared)
         arenas = None if self._place is None else self._place.arenas
+        own = (self._storage, self._exchange)
         done, attempt, self._report = Restorer(
-            self._storage,
-            self._exchange,
+            *own,
             self._objects,
             step=step,
             exclude_steps=steps,
@@ -255,7 +255,7 @@ class CheckpointManager(Closing):
             allow_missing=missing,
             serves=self._serves,
             aftermath=self._aftermath,
-            copies=None if source is None else partial(RunCopy, opened(source, source_options), self._storage),
+            copies=None if source is None else partial(copy_by_ranks, opened(source, source_options), *own),
         ).restore(self._presence)
         # If one rank cannot begin, none does: the others would wait for it at the first save.
         tally = Together(self._exchange).do(lambda: self._begin(done, attempt))

@@ -63,7 +63,8 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One start of the ranks. ``steps`` holds those that every rank finished; ``ended``: training came to its end."""
+    """One start of the ranks. ``steps`` holds those whose gradients every rank made; ``ended``: training came to its
+    end."""
 
     launch: int
     world_size: int
@@ -71,7 +72,7 @@ class Launch:
     steps: Mapping[int, RecordedStep]
     ended: bool
     began_s: float = 0.0
-    """When all ranks had finished the first step, in seconds since 1970."""
+    """When all ranks had the gradients of the first step, in seconds since 1970."""
 
 
 def read_launches(folder: Path) -> list[Launch]:
@@ -157,9 +158,12 @@ def _launch(launch: int, paths: Sequence[Path]) -> Launch | None:
     if len(starts) < world_size:
         return None
     steps: dict[int, dict[int, dict[str, Any]]] = {}
+    digests: dict[int, str] = {}
     for rank, event in events:
         if event["kind"] == "step":
             steps.setdefault(event["step"], {})[rank] = event
+        elif event["kind"] == "weights":
+            digests[event["step"]] = event["digest"]
     whole = {number: by_rank for number, by_rank in sorted(steps.items()) if len(by_rank) == world_size}
     restored = {event["restored"] for event in starts}
     if len(restored) != 1:
@@ -168,13 +172,13 @@ def _launch(launch: int, paths: Sequence[Path]) -> Launch | None:
         launch=launch,
         world_size=world_size,
         restored=restored.pop(),
-        steps={number: _join(launch, number, by_rank) for number, by_rank in whole.items()},
+        steps={number: _join(launch, number, by_rank, digests.get(number, "")) for number, by_rank in whole.items()},
         ended=any(event["kind"] == "end" for _, event in events),
         began_s=max(event.get("at_s", 0.0) for event in whole[min(whole)].values()) if whole else 0.0,
     )
 
 
-def _join(launch: int, number: int, by_rank: Mapping[int, Mapping[str, Any]]) -> RecordedStep:
+def _join(launch: int, number: int, by_rank: Mapping[int, Mapping[str, Any]], digest: str) -> RecordedStep:
     events = by_rank.values()
     tokens = sum(len(numbers) for event in events for _, _, numbers in event["used"])
     return RecordedStep(
@@ -185,5 +189,5 @@ def _join(launch: int, number: int, by_rank: Mapping[int, Mapping[str, Any]]) ->
             for rank, event in by_rank.items()
         },
         loss=sum(event["loss_sum"] for event in events) / max(1, tokens),
-        digest="".join(event["digest"] for event in events),
+        digest=digest,
     )

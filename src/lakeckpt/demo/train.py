@@ -76,15 +76,17 @@ class _Training:
         self.writer.write("end")
 
     def step(self, step: int, group: list[lakeckpt.Batch]) -> None:
-        """Make optimizer step ``step``, and record it once the weights have changed."""
+        """Make optimizer step ``step``, and record it: what it used as soon as all ranks have its gradients. From then
+        on it counts, even if this rank dies, because another one may have captured the weights that it makes."""
         loss = self.gradients(group)
+        used = [one for batch in group for one in _sequences(batch)]
+        self.writer.write("step", step=step, used=used, loss_sum=loss, at_s=time.time())
         self.trip.reach("before-update", step)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
-        weights = digest(self.model) if self.rank == 0 else ""
-        used = [one for batch in group for one in _sequences(batch)]
-        self.writer.write("step", step=step, used=used, loss_sum=loss, digest=weights, at_s=time.time())
+        if self.rank == 0:
+            self.writer.write("weights", step=step, digest=digest(self.model))
         self.trip.reach("before-cut", step)
 
     def gradients(self, group: list[lakeckpt.Batch]) -> float:

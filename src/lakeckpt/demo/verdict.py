@@ -103,9 +103,9 @@ def _at_most_one_again(faulted: RecordedJob) -> Check:
     again = [max(one.steps, default=one.restored) - other.restored for one, other in pairs]
     back = [one.began_s - death.at_s for one, death in zip(faulted.launches[1:], faulted.deaths, strict=False)]
     return Check(
-        claim="Each time, the job went on from memory, and did at most one finished step again",
+        claim="Each time, the job went on from memory, and did at most one step again",
         holds=len(again) == len(faulted.deaths) and all(0 <= steps <= 1 for steps in again),
-        seen=f"steps done again: {', '.join(map(str, again)) or 'none'}; from the kill to the end of the next step: "
+        seen=f"steps done again: {', '.join(map(str, again)) or 'none'}; from the kill to the next step: "
         f"{', '.join(f'{seconds:.1f}' for seconds in back) or 'no'} s",
     )
 

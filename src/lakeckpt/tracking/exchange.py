@@ -209,6 +209,8 @@ class StoreExchange(Exchange):
             if self._until(key, 2, lambda: [] if self._store.check([key]) else [0], wake=wake):
                 says_nothing = self._store.add(ballot.read, 1) > SILENT
                 answer: bytes = _NOTHING if says_nothing else self._store.get(key)
+                if not answer:  # rank 0 has ended, and the answer went with it, before this rank came to read it
+                    raise self._missing([0])
             else:
                 answer = _put_once(self._store, key, answer_to_bytes(self._missing([0])))
                 ballot.end()  # rank 0 waits for nobody, and takes this answer

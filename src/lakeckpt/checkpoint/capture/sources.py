@@ -59,8 +59,9 @@ class Sources:
         self._every = [_Source(name, one, self._names_for(one)) for name, one in objects.items()]
         # If no tensor is divided at first, none will be. A tensor that is divided later is restored as it was divided.
         self._shares = any(one.sharded for one in self._every)
-        self.frozen = self._frozen()
+        self.frozen: Mapping[str, torch.Tensor] = {}
         """key → the parameter, for frozen tensors. torch counts changes of the parameter."""
+        self.frozen = self._frozen()
         self._sharing = self._sharing_document()
 
     @property

@@ -80,14 +80,17 @@ def copy_run(
 
 class RunCopy:
     """Copies the checkpoint of ``step`` (None: the newest of the history) of the run at ``source`` to ``target``.
+    ``slot`` names a checkpoint that another rank has chosen.
 
     Raises `CheckpointNotFound` if there is no run or no such checkpoint, `CheckpointDamaged` if its records are not
-    whole, and `ConfigError` if ``target`` holds another run, or one that has gone on by itself, or a later copy.
+    whole, and `ConfigError` if ``target`` holds another run, or one that has gone on by itself, or a later copy, and if
+    rows leave the deal of the newest checkpoint that no commit has without them yet.
     """
 
-    def __init__(self, source: Storage, target: Storage, *, step: int | None = None) -> None:
+    def __init__(self, source: Storage, target: Storage, *, step: int | None = None, slot: int | None = None) -> None:
         self._source, self._target = source, target
-        self._manifest = _chosen(source, step)
+        self._manifest = _chosen(source, step, slot)
+        self.slot = self._manifest.slot
         register = fetch_register(source, self._manifest)
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="lakeckpt-copy") as pool:
             ranks = range(self._manifest.world_size)
@@ -213,20 +216,33 @@ class RunCopy:
         delete_all(self._target, doomed)
 
 
-def _chosen(source: Storage, step: int | None) -> Manifest:
-    """Return the checkpoint to copy. `CheckpointNotFound`."""
+def _chosen(source: Storage, step: int | None, slot: int | None) -> Manifest:
+    """Return the checkpoint to copy. `CheckpointNotFound`, `ConfigError`."""
     history, place = read_history(source), describe(source)
     if history.run is None:
         raise CheckpointNotFound(f"there is no run at {place}: it has no log. Name the place of a run")
     if history.tip is None:
         raise CheckpointNotFound(f"the run at {place} has no checkpoint yet: copy it after a save")
+    if slot is not None:
+        return next(one for one in (*history.chain, *history.abandoned) if one.slot == slot)
     if step is None:
+        _refuse_order(history, history.tip, place)
         return history.tip
     kept = _kept(history, history.tip)
     if step not in kept:
         steps = ", ".join(f"{one:,}" for one in sorted(kept))
         raise CheckpointNotFound(f"the run at {place} keeps no checkpoint of step {step:,}. It keeps {steps}: name one")
     return kept[step]
+
+
+def _refuse_order(history: History, tip: Manifest, place: str) -> None:
+    """Raise `ConfigError` if rows leave the deal behind ``tip``: a log that ends there would not say so."""
+    exclusions = [one.exclusions for one in history.restores if one.slot < tip.slot][-1:]
+    if history.restores[-1].exclusions not in ((), *exclusions):
+        raise ConfigError(
+            f"the run at {place} goes on from step {tip.step:,} without rows that an order or a crash has excluded, "
+            "and no checkpoint was committed without them yet: copy it after the next save, or name --step"
+        )
 
 
 def _kept(history: History, tip: Manifest) -> dict[int, Manifest]:

@@ -35,7 +35,6 @@ import torch
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.consumed.exclusions import exclusions_from_text, said_of_every
-from lakeckpt.checkpoint.copying.run_copy import RunCopy
 from lakeckpt.checkpoint.faults.aftermath import Aftermath
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo, Exclusion
 from lakeckpt.checkpoint.peers.wire import KEY_BYTES
@@ -67,8 +66,6 @@ _MOST_LOOKS = 10
 """So often a choice is compared before the claim. A live job that removes each one before its records are read is rare:
 the run is claimed all the same, and what that job committed last is compared then."""
 _MOST_ROUNDS = 100
-_MOST_COPYING = 16
-"""So many ranks write the files of a copy: each of them reads all records of the checkpoint."""
 _ADVICE = "Build the same objects as when it was saved, or start a run at another place"
 _MIXED = "the modules and optimizers hold a mixture of states now: build them anew before they are used"
 _UNSEEN = (
@@ -85,8 +82,8 @@ class Restorer:
     """Restores ``objects`` (tracked readers included) and begins an attempt; from the memory in ``arenas``, which all
     ranks give or none, if it holds something newer than what was committed. Objects named in ``allow_missing`` keep the
     state that they have, where what is restored does not hold them. ``serves``: nodes read from each other's memory.
-    ``step``, ``exclude_steps``: see `Chooser`. ``copies`` makes a copy of another run, with which this one begins if
-    there is none in its place yet."""
+    ``step``, ``exclude_steps``: see `Chooser`. ``copies`` copies another run to the place of this one, collectively; it
+    is called if there is none yet."""
 
     def __init__(
         self,
@@ -100,7 +97,7 @@ class Restorer:
         allow_missing: Collection[str] = (),
         serves: bool = True,
         aftermath: Aftermath | None = None,
-        copies: Callable[[], RunCopy] | None = None,
+        copies: Callable[[], object] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._storage = storage
@@ -155,7 +152,7 @@ class Restorer:
                 if presence is not None and presence.await_run():
                     continue
                 if self._copies is not None:
-                    self._copy(self._copies)
+                    self._copies()
                     continue
             try:
                 chosen = self._compare(choice["run"], which)
@@ -201,19 +198,6 @@ class Restorer:
         if presence is not None:
             presence.begin(begun, step)
         return begun
-
-    def _copy(self, copies: Callable[[], RunCopy]) -> None:
-        """Begin with a copy of another run, whose files some ranks write."""
-        made: list[RunCopy] = []
-        rank, several = self._exchange.rank, min(self._exchange.world_size, _MOST_COPYING)
-
-        def write() -> None:
-            if rank < several:
-                made.append(copies())
-                made[0].copy_files(rank=rank, world_size=several)
-
-        self._all.do(write)
-        self._all.ask_rank_0(lambda: {"copied": str(made[0].commit())})
 
     # --- choosing
 
