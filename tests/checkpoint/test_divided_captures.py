@@ -188,6 +188,20 @@ def test_a_replica_that_drifts_is_named_and_nothing_is_divided_from_then_on(tmp_
     assert [one.restored for one in after] == [one.reached for one in before]
 
 
+def test_memory_of_replicas_that_drifted_apart_is_passed_over(tmp_path: Path) -> None:
+    storage = MemoryStorage()
+    job(storage, [tmp_path] * 2, steps=6, drifts_at=5)
+    after = job(storage, [tmp_path] * 2, steps=1, seed=9)
+    right = job(MemoryStorage(), [tmp_path / "right"] * 2, steps=4)
+    assert [one.step for one in after] == [4, 4]
+    assert [one.restored for one in after] == [one.reached for one in right]
+    for one in after:
+        assert one.report is not None
+        assert [text.partition(": ")[2] for text in one.report.passed_over] == [
+            "the ranks had replicas that had drifted apart: rank 0, others than rank 1"
+        ] * 2
+
+
 def state_text(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     whole = tensors_of({"model": model, "optimizer": optimizer})
     return repr(sorted((key, short_digest(one).hex()) for key, one in whole.items()))

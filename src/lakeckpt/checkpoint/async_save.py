@@ -22,7 +22,6 @@ from typing import Any
 from lakeckpt.checkpoint.agent.generations import Generations
 from lakeckpt.checkpoint.agent.link import AgentLink
 from lakeckpt.checkpoint.agent.orders import Order, TableDocuments
-from lakeckpt.checkpoint.arena.dividing import division_of, facts_of_node, nodes_of_replicas
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
 from lakeckpt.checkpoint.consumed.pending import pending_to_bytes
 from lakeckpt.checkpoint.consumed.reports import shared_fields
@@ -48,7 +47,6 @@ from lakeckpt.recovery.facts import CutId
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.notes import error_to_text, save_error
 from lakeckpt.tracking.obstacles import Obstacle
-from lakeckpt.tracking.tally import Tally
 from lakeckpt.tracking.waiting import SystemWaiter, Waiter
 from lakeckpt.wire.envelope import dumps
 
@@ -111,19 +109,10 @@ class Background:
         self._next_look_s = float("-inf")
         self._finder = ShareFinder(exchange, rank=exchange.rank, world_size=exchange.world_size, now=waiter.now)
 
-    def replica_facts(self) -> dict[str, str]:
-        """Return facts for `divide`: the ranks of this node, and what ranks that are alike have in common."""
-        if len(self._exchange.neighbours) < 2:
-            return {}
-        with suppress(Exception):  # what cannot be captured is refused at the first cut
-            return facts_of_node(self._exchange.neighbours, self._engine.planner.replica())
-        return {}
-
-    def divide(self, tally: Tally) -> None:
-        """Capture this rank's share of the state from now on, if all ranks are replicas, by the facts of all."""
-        nodes = nodes_of_replicas(tally)
-        if len(nodes) == self._exchange.world_size:
-            self._engine.planner.divide(division_of(nodes, self._exchange.rank))
+    @property
+    def engine(self) -> CaptureEngine:
+        """What captures the cuts."""
+        return self._engine
 
     # --- cuts
 

@@ -161,7 +161,8 @@ def _restorable(held: Sequence[tuple[int, Holding]], nodes: Sequence[NodeFacts],
     if len(found) == 1:
         return found[0]
     ranks = (_named(rank for _, one in several for rank in one.ranks) for several in versions.values())
-    return f"the ranks had different states of readers: {', others than '.join(ranks)}"
+    what = "replicas that had drifted apart" if any(one.divided for _, one in held) else "different states of readers"
+    return f"the ranks had {what}: {', others than '.join(ranks)}"
 
 
 class _Shares:

@@ -18,6 +18,7 @@ from lakeckpt.checkpoint.capture.kept import Skipped
 from lakeckpt.checkpoint.capture.plan import CapturePlan
 from lakeckpt.checkpoint.capture.samples import Sample, Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
+from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import LakeckptError, SaveFailed, UnannouncedChange
 from lakeckpt.recovery.facts import CutId
@@ -36,7 +37,8 @@ class Capture:
 
     cut: CutId
     digest: bytes
-    """The digest of the cut (16 bytes), the same on every rank."""
+    """The digest of the cut (16 bytes), the same on every rank. Of a cut that replicas divide, `copy` adds what they
+    have sampled of it."""
     readers: Mapping[str, bytes]
     plan: CapturePlan
     filling: Filling
@@ -79,6 +81,8 @@ class Capture:
         changed = self.samples.changed(self.sample, self.filling.data)
         self.stale = changed & self.skipped.keys
         self._refuse(sorted(changed - self.stale))
+        if self.divided:  # replicas that have drifted apart are not at one cut
+            self.digest = short_digest(self.digest, self.samples.digest(self.sample))
         trees = {name: document() for name, document in self.trees.items()}
         if self.named is not None:
             self.shares = self.named(self.cut, self.plan.table, trees, self.filling.data)

@@ -300,7 +300,7 @@ class CaptureEngine:
 
     def _samples_of(self, plan: CapturePlan, frozen: Iterable[str]) -> Samples:
         if self._samples is None or not self._samples.are_of(plan, frozen):
-            self._samples = Samples(plan, self._links, frozen)
+            self._samples = Samples(plan, self._links, frozen, self.planner.divided)
         return self._samples
 
     def _slices_of(self, plan: CapturePlan, filling: Filling, skipped: Skipped) -> SliceCopier:
