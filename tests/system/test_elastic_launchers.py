@@ -121,12 +121,13 @@ def test_a_node_is_lost_and_the_job_goes_on_with_one_and_then_with_two_again(lau
     for before, after in ((first, second), (second, third)):
         again = launchers.finished(before[0]["attempt"]) - after[0]["step"]
         assert 0 <= again <= 1, launchers.restored()
-        assert all("storage" not in one["read"] for one in after), launchers.restored()
+    # Agents may have persisted the newest cut when the node came back, but not without the lost node's share.
+    assert second[0]["captured"] == second[0]["step"] and "storage" not in second[0]["read"], launchers.restored()
 
 
 def test_a_node_on_which_all_deaths_lie_leaves_with_94_and_the_other_one_ends_the_job(launchers: Launchers) -> None:
     job = launchers.job
-    launchers.environment = {"FAILS_ON": "node-1", "FAILS": "99"}
+    launchers.environment = {"FAILS_ON": "node-1"}
     for node in ("node-0", "node-1"):
         launchers.start(node)
     job.hurry()
