@@ -30,7 +30,7 @@ from lakeckpt.checkpoint.faults.notes import leave_note, mates_of, note_at, note
 from lakeckpt.recovery.faults import BY_AGENT, Cause
 from lakeckpt.watch.beat import Page, Phase, process_state, read_page
 
-__all__ = ["Seen", "watch_mates", "why_stuck"]
+__all__ = ["Seen", "is_started_again", "seen_of", "watch_mates", "why_stuck"]
 
 _LOOK_S, _LATE_S = 0.5, 2.0
 _STATUS_S = 2.0
@@ -42,8 +42,9 @@ _SPARED: frozenset[Phase] = frozenset(("start", "restore", "save", "ended"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What is seen of a trainer after the death of another rank. ``stopped``: how many times in a row it was found
-    stopped. ``still_s``: for how long its page has not moved. ``fails``: it ends by an exception of its own."""
+    """What is seen of a trainer after the death of another rank, or the loss of another node. ``stopped``: how many
+    times in a row it was found stopped. ``still_s``: for how long its page has not moved. ``fails``: it ends by an
+    exception of its own."""
 
     phase: Phase
     step_s: float
@@ -71,11 +72,11 @@ def why_stuck(seen: Seen) -> str:
 def watch_mates(page_path: str, attempt: int, trainer: int, *, log: Callable[[str], None]) -> None:
     """Watch the other ranks of this node, on a thread of its own, for the process of the pidfd ``trainer``, whose page
     is ``page_path``."""
-    work = (page_path, attempt, trainer, _is_started_again(), log)
+    work = (page_path, attempt, trainer, is_started_again(), log)
     threading.Thread(target=_watch, args=work, name="lakeckpt-mates", daemon=True).start()
 
 
-def _is_started_again() -> bool:
+def is_started_again() -> bool:
     """Return whether the launcher starts the job again after a death, by the environment of this process."""
     done, most = (os.environ.get(f"TORCHELASTIC_{one}") for one in ("RESTART_COUNT", "MAX_RESTARTS"))
     return done is not None and most is not None and int(done) < int(most)
@@ -151,9 +152,13 @@ def _wait_until_stuck(page_path: str, trainer: int) -> tuple[Page, str] | None:
         if page is None:
             return None
         stopped = stopped + 1 if process_state(page.pid) == "T" else 0
-        still_s = now_s - max(page.since_s, since_s)
-        fails = note_at(page_path) is not None
-        seen = Seen(phase=page.phase, step_s=page.step_s, still_s=still_s, stopped=stopped, fails=fails)
-        if why := why_stuck(seen):
+        if why := why_stuck(seen_of(page, page_path, since_s=since_s, stopped=stopped)):
             return page, why
     return None
+
+
+def seen_of(page: Page, page_path: str, *, since_s: float, stopped: int = 0) -> Seen:
+    """Return what is seen of the trainer whose ``page`` lies at this path. Time before ``since_s`` does not count."""
+    still_s = time.monotonic() - max(page.since_s, since_s)
+    fails = note_at(page_path) is not None
+    return Seen(phase=page.phase, step_s=page.step_s, still_s=still_s, stopped=stopped, fails=fails)
