@@ -96,13 +96,13 @@ def replicas(mib: int, ranks: int, place: Path) -> dict[str, Any]:
         folder = ArenaFolder(place / ("alone" if division is None else "divided"))
         objects = {"model": model, "optimizer": optimizer}
         engine = CaptureEngine(objects, identity, folder=folder, generations=4, counters=counters)
-        engine.planner.divide(division)
+        engine.divide(division)
         took_s: list[float] = []
         with closing(engine):
             for step in range(1, 10):
                 optimizer.step()
                 before, begun_s = counters.beside_bytes + counters.fence_bytes, time.process_time()
-                if not engine.cut(CutId(attempt=0, step=step), digest=bytes(16), common=step - 1, must=step == 1):
+                if not engine.cut(CutId(attempt=rank, step=step), digest=bytes(16), common=step - 1, must=step == 1):
                     raise RuntimeError("a capture was left out")
                 engine.wait()
                 took_s.append(time.process_time() - begun_s)
