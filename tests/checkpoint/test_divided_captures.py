@@ -20,6 +20,7 @@ from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.restore.restorer import RestoreReport
+from lakeckpt.checkpoint.state import tensors
 from lakeckpt.errors import CaptureWarning, SaveFailed
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.agent.rig import take_checksums
@@ -123,6 +124,15 @@ def job(
     for folder in set(folders):
         take_checksums(folder)
     return found
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 1000])
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_device_sums_all_bytes_of_a_tensor(size: int, start: int) -> None:
+    data = torch.randint(0, 256, (size + start,), dtype=torch.uint8)[start:]
+    whole = data.numpy().tobytes() + bytes(-size % 8)
+    right = sum(int.from_bytes(whole[at : at + 8], "little") for at in range(0, len(whole), 8)) % 2**64
+    assert tensors._sums_on_devices([data]) == [right]
 
 
 def without_buffers(state: dict[str, bytes]) -> dict[str, bytes]:
