@@ -17,6 +17,7 @@ from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = [
+    "BY_AGENT",
     "PHASES",
     "BatchAt",
     "Cause",
@@ -61,7 +62,9 @@ _STORAGE_TYPES = frozenset(
         "RunInUse",
     ]
 )
-_BY_ORDER = frozenset(("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"))
+BY_AGENT = "SIGKILL by its agent"
+"""What ends a rank that is stuck after another one has died."""
+_BY_ORDER = frozenset(("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", BY_AGENT))
 _INTERRUPTS = frozenset(("KeyboardInterrupt", "SystemExit", "Preempted"))
 
 
