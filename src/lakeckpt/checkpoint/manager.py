@@ -395,16 +395,5 @@ class CheckpointManager(Closing):
         if self._saves is not None:
             self._saves.fence()
 
-    def _save(self, saves: Saver | Background, *, sync: bool) -> None:
-        try:
-            saves.save(self._step, self._metric, patient=sync)
-        except Exception:
-            self._counters.failed += 1
-            raise
-        if sync:
-            saves.wait()
-        self._reporter.report(saves.results(), wanted=self._step if sync else None)
-        self._presence.saved(self._reporter.saved_step)
-
     def __repr__(self) -> str:
         return f"CheckpointManager({describe(self._storage)!r}, {sorted(self._objects)}, step={self._step})"
