@@ -38,7 +38,7 @@ from lakeckpt.checkpoint.copying.by_ranks import copy_by_ranks
 from lakeckpt.checkpoint.faults.aftermath import Aftermath
 from lakeckpt.checkpoint.format.keep import Keep, held_metric
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
-from lakeckpt.checkpoint.opening import open_saves, opened, place_of
+from lakeckpt.checkpoint.opening import open_saves, opened, place_of, replica_facts, settle
 from lakeckpt.checkpoint.outage import Outage
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Settings
@@ -261,7 +261,9 @@ class CheckpointManager(Closing):
             copies=None if source is None else partial(copy_by_ranks, opened(source, source_options), *own),
         ).restore(self._presence)
         # If one rank cannot begin, none does: the others would wait for it at the first save.
-        note_sharing(Together(self._exchange).do(lambda: self._begin(done, attempt)), self._tracks)
+        tally = Together(self._exchange).do(lambda: self._begin(done, attempt))
+        note_sharing(tally, self._tracks)
+        settle(self._saves, tally, self._place, attempt, self._exchange)
         self._preemption.start(done, has_agent=self._place is not None)
         note_begun(done, self._aftermath.page)
         return done
@@ -290,7 +292,9 @@ class CheckpointManager(Closing):
         self._uncount = RUNS.follow(self, self._counters)
         self._aftermath.trains(done, self._tracks)
         self._counters.faults = self._aftermath.causes
-        return sharing_facts(objects, self._tracks, self._exchange.world_size)
+        return replica_facts(self._saves, self._exchange) | sharing_facts(
+            objects, self._tracks, self._exchange.world_size
+        )
 
     def step(self, batch: Any = None, *, metric: float | None = None) -> None:
         """Count an optimizer step, and save if the policy says so. Call it on every rank after each optimizer step,

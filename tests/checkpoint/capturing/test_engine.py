@@ -1116,7 +1116,7 @@ def test_parameters_and_moments_in_a_wrapper_are_copied_beside_training(made: Ma
     for step in (1, 2, 3):
         job.step()
         assert cut(engine, step, must=True)
-        prepared.append(id(engine._planner.late))
+        prepared.append(id(engine.planner.late))
         tensors = {**job.model.state_dict(), "seen": job.model.seen.clone()}
         expected = {f"app/model/{key}": bytes(one.numpy().copy().data) for key, one in tensors.items()}
         assert gate.expected_bytes > 2.5 * sum(one.nbytes for one in job.model.parameters())

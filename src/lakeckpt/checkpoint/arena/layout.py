@@ -129,13 +129,15 @@ class KeptLeaves:
 class GenerationRecord:
     """The record that makes a generation complete. ``digest``: of the cut (16 bytes), the same on every rank.
     ``shares``: of the list of shares among its documents; empty if there is none. ``kept``: the leaves that lay there
-    before; None if all were written."""
+    before; None if all were written. ``divided``: the replicas of this node have divided the state, so that a restore
+    needs the shares of all."""
 
     sequence: Count
     cut: CutId
     digest: bytes
     documents_bytes: Count
     documents_checksum: bytes
+    divided: bool = False
     shares: bytes = b""
     kept: KeptLeaves | None = None
 

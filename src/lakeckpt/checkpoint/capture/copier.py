@@ -18,6 +18,7 @@ from lakeckpt.checkpoint.capture.kept import Skipped
 from lakeckpt.checkpoint.capture.plan import CapturePlan
 from lakeckpt.checkpoint.capture.samples import Sample, Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
+from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import LakeckptError, SaveFailed, UnannouncedChange
 from lakeckpt.recovery.facts import CutId
@@ -36,7 +37,8 @@ class Capture:
 
     cut: CutId
     digest: bytes
-    """The digest of the cut (16 bytes), the same on every rank."""
+    """The digest of the cut (16 bytes), the same on every rank. Of a cut that replicas divide, `copy` adds what they
+    have sampled of it."""
     readers: Mapping[str, bytes]
     plan: CapturePlan
     filling: Filling
@@ -49,6 +51,10 @@ class Capture:
     stale: frozenset[str] = frozenset()
     """Skipped tensors that have changed. `copy` finds them."""
     trees: Mapping[str, Callable[[], bytes]]
+    sums: Mapping[str, bytes] = field(default_factory=dict)
+    """The sums of the tensors that are divided, as this rank has them."""
+    divided: bool = False
+    """The generation is a share of what the replicas of this node have divided."""
     named: Naming | None = None
     shares: ShareList | None = None
     begun_s: float = field(default_factory=time.perf_counter)
@@ -75,13 +81,20 @@ class Capture:
         changed = self.samples.changed(self.sample, self.filling.data)
         self.stale = changed & self.skipped.keys
         self._refuse(sorted(changed - self.stale))
+        if self.divided:  # replicas that have drifted apart are not at one cut
+            self.digest = short_digest(self.digest, self.samples.digest(self.sample))
         trees = {name: document() for name, document in self.trees.items()}
         if self.named is not None:
             self.shares = self.named(self.cut, self.plan.table, trees, self.filling.data)
         shares = b"" if self.shares is None else self.shares.document
         frozen = {} if self.skipped.keys else self.skipped.counts
         return GenerationDocuments(
-            trees=trees, table=self.plan.table, readers=self.readers, shares=shares, frozen=frozen
+            trees=trees,
+            table=self.plan.table,
+            readers=self.readers,
+            shares=shares,
+            frozen=frozen,
+            sums=self.sums,
         ).to_bytes()
 
     def _refuse(self, changed: list[str]) -> None:
@@ -99,7 +112,9 @@ class Capture:
     def complete(self, documents: bytes) -> None:
         """Complete the generation."""
         shares, kept = b"" if self.shares is None else self.shares.digest, self.skipped.leaves()
-        self.filling.complete(self.cut, digest=self.digest, documents=documents, shares=shares, kept=kept)
+        self.filling.complete(
+            self.cut, digest=self.digest, documents=documents, kept=kept, shares=shares, divided=self.divided
+        )
 
     def drop(self) -> None:
         """Abort the capture and release its generation. No thread reads or writes for the capture afterwards."""

@@ -40,6 +40,7 @@ from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
 from lakeckpt.checkpoint.format.parts import SiteWaits
+from lakeckpt.checkpoint.state.tensors import sums_of
 from lakeckpt.counters import RunCounters
 from lakeckpt.errors import CaptureWarning, ConfigError, LakeckptError
 from lakeckpt.recovery.facts import CutId
@@ -97,7 +98,7 @@ class CaptureEngine:
             ranks_here=ranks_here,
         )
         self.objects = dict(objects)
-        self._planner = Planner(self.objects, slice_bytes=slice_bytes)
+        self.planner = Planner(self.objects, slice_bytes=slice_bytes)
         self._step_fence = StepFence(self.fence, self._late)
         self._linked: CapturePlan | None = None  # the plan whose devices have links
         self._documents_bytes = 0
@@ -155,7 +156,7 @@ class CaptureEngine:
         filling = self._begun(plan, common)
         if filling is None:
             return False
-        frozen = self._planner.unchanged()
+        frozen = self.planner.unchanged()
         skipped = self._store.kept.begin(plan, filling.number, frozen, whole=must)
         try:
             capture = Capture(
@@ -164,8 +165,10 @@ class CaptureEngine:
                 readers=readers or {},
                 plan=plan,
                 filling=filling,
-                trees=self._planner.trees(),
+                trees=self.planner.trees(),
                 named=named,
+                divided=bool(self.planner.divided),
+                sums=sums_of(self.planner.divided) if must else {},
                 skipped=skipped,
                 samples=self._samples_of(plan, frozen),
                 sample=self._samples_of(plan, frozen).take(),
@@ -211,7 +214,8 @@ class CaptureEngine:
 
     @property
     def has_whole(self) -> bool:
-        """True if the newest complete capture has copied all tensors."""
+        """True if the newest complete capture is fit to be saved: it has copied all tensors, and the sums of those that
+        are divided."""
         return self._is_whole
 
     def distrust(self, keys: Iterable[str]) -> None:
@@ -248,7 +252,7 @@ class CaptureEngine:
     # --- a cut, on the training thread
 
     def _late(self) -> Mapping[str, torch.Tensor]:
-        return self._planner.late
+        return self.planner.late
 
     def _fence(self) -> None:
         capture = self._current
@@ -257,7 +261,7 @@ class CaptureEngine:
 
     def _planned(self) -> CapturePlan:
         """Return the plan for the state as it is now, and open a link for each of its devices."""
-        plan = self._planner.renewed()
+        plan = self.planner.renewed()
         if plan is not self._linked:
             for device in {one.device for one in (*plan.early.values(), *plan.late.values())} - self._links.keys():
                 if (link := self.open_link(device)) is not None:
@@ -296,7 +300,7 @@ class CaptureEngine:
 
     def _samples_of(self, plan: CapturePlan, frozen: Iterable[str]) -> Samples:
         if self._samples is None or not self._samples.are_of(plan, frozen):
-            self._samples = Samples(plan, self._links, frozen)
+            self._samples = Samples(plan, self._links, frozen, self.planner.divided)
         return self._samples
 
     def _slices_of(self, plan: CapturePlan, filling: Filling, skipped: Skipped) -> SliceCopier:
@@ -330,7 +334,7 @@ class CaptureEngine:
         """Let the copier make an arena that fits, unless it is doing so already."""
         if self._making or self._store.ready(plan, self._documents_bytes):
             return
-        trees = self._planner.trees()
+        trees = self.planner.trees()
         links = dict(self._links)
         self._copier.start()
         self._making = True
@@ -383,7 +387,7 @@ class CaptureEngine:
             return False
         self._store.kept.complete(capture.skipped, capture.filling.sequence + 1)
         capture.complete(documents)
-        self._is_whole = not capture.skipped.keys
+        self._is_whole = not capture.skipped.keys and (bool(capture.sums) or not capture.divided)
         self._store.completed()
         return True
 

@@ -32,6 +32,7 @@ __all__ = [
     "on_host",
     "refuse_overlaps",
     "spec_of",
+    "sums_of",
     "tied_key",
 ]
 
@@ -179,6 +180,22 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     A contiguous tensor of a single element may have any strides (``table[:1, 0]``), which ``view`` refuses.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def sums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """Return for each contiguous tensor the sum of its bytes, as numbers of 64 bits, with its dtype and shape. The
+    device computes the sums, and this thread waits for them."""
+    sums: list[torch.Tensor] = []
+    for one in tensors.values():
+        flat = as_bytes(one)
+        whole = flat.numel() // 8 * 8
+        words = flat[:whole] if flat.data_ptr() % 8 == 0 else flat[:whole].clone()
+        rest = torch.nn.functional.pad(flat[whole:], (0, whole + 8 - flat.numel()))
+        sums.append(words.view(torch.int64).sum() + rest.view(torch.int64).sum())
+    return {
+        key: f"{int(one) % 2**64:016x} {tensor.dtype} {tuple(tensor.shape)}".encode()
+        for (key, tensor), one in zip(tensors.items(), sums, strict=True)
+    }
 
 
 def batches_of(items: Iterable[_T], size_of: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:
