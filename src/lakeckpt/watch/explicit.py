@@ -36,7 +36,7 @@ _EXITED = r"\bexit(?:ed|s)?(?: with)?(?: exit)?(?: a)?(?:[ _-]?(?:code|status)|c
 _GOES_ON = re.compile(
     r"\b(?:skipp(?:ing|ed)|retry(?:ing|)|will (?:be )?retr\w+|attempt \d+ ?(?:of|/) ?\d+|fall(?:ing|s|)[ -]?back"
     r"|ignor(?:ed|ing)|recovered|corrected|continuing|no action|creating it|will be created|\w+Warning:"
-    r"|from scratch|address family not supported|\b(?:errors?|failures?|faults?)\W{1,3}0(?![\w./])"
+    r"|from scratch|address family not supported|\b(?:errors|failures|faults)\W{1,3}0(?![\w./])"
     r"|(?:^|[:;,(=] ?)(?:no|0|zero) (?:\w+ )?(?:errors?|failures?|faults?|failed|corrupt\w*|uncorrect\w*))",
     re.IGNORECASE,
 )
