@@ -213,7 +213,7 @@ def faults() -> str:
         "*Written from `lakeckpt/watch/faults.toml` by `docs/reference/generate.py`; do not edit.*",
         "",
         "The rows by which [`lakeckpt faults`](../how-to/faults.md) explains a fault, in their order: the first that",
-        "matches holds. The file itself has the codes, signals and expressions of each row, and the source of its facts.",
+        "matches holds. The file itself has the codes, signals and expressions of each row, and its source.",
         "A row in italics is no cause: it follows from another fault, or from the order of a launcher or a person.",
         "",
         "| row | cause | restart | what to do |",
