@@ -119,7 +119,7 @@ class Aftermath:
             found = notes_in(self._folder.path, self._digest) if self._is_used else []
             facts[_NODE] = socket.gethostname()
             if found:
-                facts[_NOTES] = notes_to_text(found)
+                facts[_NOTES] = notes_to_text(explained(one, self._rows) for one in found)
         answer = self._exchange.answered(facts, lambda tally: self._judge(tally, view()))
         self.restarts, self.reached = int(answer.value(_RESTARTS)), int(answer.value(_REACHED))
         self.level = Level.from_text(answer.value(_LEVEL))
@@ -130,7 +130,7 @@ class Aftermath:
     def _judge(self, tally: Tally, view: LogView) -> Tally:
         """Decide on rank 0, from the notes of all nodes and the log."""
         restarts = max(int(one) for one in tally.facts[_RESTARTS])
-        notes = [explained(one, self._rows) for text in tally.facts.get(_NOTES, ()) for one in notes_from_text(text)]
+        notes = [one for text in tally.facts.get(_NOTES, ()) for one in notes_from_text(text)]
         self._firsts = _first_causes(notes, since=max((one.attempt or 0 for one in view.restores), default=0))
         life = _life(view) if restarts else set[int]()
         recorded = [fault.first for entry in view.restores for fault in entry.faults]
