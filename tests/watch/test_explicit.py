@@ -23,7 +23,7 @@ CAUSES = frozenset(
     segmentation fault, abort, killed by a signal, preempted, time limit, thermal, power, clock, cpu machine check,
     disk error, launcher, compiler, configuration""".replace("\n   ", "").split(", ")
 )
-FOLLOWS = frozenset(["collective timeout", "peer gone", "launcher", "preempted"])
+FOLLOWS = frozenset(["collective timeout", "peer gone", "launcher"])
 OWN = """
 [[fault]]
 id = "full-scratch"

@@ -42,6 +42,7 @@ PHASES: tuple[Phases, ...] = ("perceived", "processes", "imports", "group", "dec
 Tier = Literal["memory", "other nodes", "storage", "nothing"]
 """Where the next attempt read its state: from the memory of nodes, that of other nodes too, or from storage."""
 _MOST_CHARACTERS = 1000
+_ORDERS = frozenset(("preempted", "time limit"))
 
 _STORAGE_TYPES = frozenset(
     [
@@ -138,9 +139,9 @@ class FaultNote:
 
     @property
     def is_own(self) -> bool:
-        """True if it counts as a death of the rank's own: by an exception, a signal or an exit. Not so: a symptom, a
-        lost node, and what storage refused."""
-        if self.cause in ("lost node", "unknown") or self.is_symptom:
+        """True if it counts as a death of the rank's own: by an exception, a signal or an exit. Not so: a symptom, an
+        order of a scheduler, a lost node, and what storage refused."""
+        if self.cause in ("lost node", "unknown") or self.is_symptom or self.because in _ORDERS:
             return False
         return self.what.rpartition(".")[2] not in _STORAGE_TYPES
 

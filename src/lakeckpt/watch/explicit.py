@@ -35,12 +35,19 @@ _BY = r"(?:(?:terminated|died|killed|ended|exited|crashed)(?: with| by| on| due 
 _EXITED = r"\bexit(?:ed|s)?(?: with)?(?: exit)?(?: a)?(?:[ _-]?(?:code|status)|code)?\W{{1,4}}(?:{})\b"
 _GOES_ON = re.compile(
     r"\b(?:skipp(?:ing|ed)|retry(?:ing|)|will (?:be )?retr\w+|attempt \d+ ?(?:of|/) ?\d+|fall(?:ing|s|)[ -]?back"
-    r"|ignor(?:ed|ing)|recovered|corrected|continuing|no action|creating it|will be created|\w+Warning:"
+    r"|(?:tr(?:y|ying|ies)) again|ignor(?:ed|ing)|recovered|resolved|resum(?:ed|ing)|succeeded|corrected|continuing"
+    r"|no action|creating it|will be created|\w+Warning:"
     r"|from scratch|address family not supported|\b(?:errors|failures|faults)\W{1,3}0(?![\w./])"
     r"|(?:^|[:;,(=] ?)(?:no|0|zero) (?:\w+ )?(?:errors?|failures?|faults?|failed|corrupt\w*|uncorrect\w*))",
     re.IGNORECASE,
 )
-_INFORMS = re.compile(r"^.{0,120}?(?<![A-Za-z_])(?:INFO|DEBUG|TRACE|NOTICE)(?![A-Za-z_])|^\[?I\d{4} ")
+_INFORMS = re.compile(r"^.{0,120}?(?<![A-Za-z_])(?:INFO|DEBUG|TRACE|NOTICE)(?![A-Za-z_])|^\[?I\d{4} |^\[I[\] ]")
+_STATED = re.compile(
+    r"[^,.;:\n]*:\s*(?:not active|inactive|no|none|n/a|false|0)(?=\s*(?:[,.;\n]|$))|(?-i:\b[A-Z][A-Z0-9_]{5,}=\S*)"
+    r"|\(?\btimeout[ =]\d+ ?(?:s|ms|sec|seconds|min)\b\)?",
+    re.IGNORECASE,
+)
+"""What states that nothing is wrong, or a setting."""
 _VARIES = (
     (r"\b\d{4}-\d\d-\d\d[T ][\d:.,]+(?:Z|[+-]\d\d:?\d\d)?|\b\d{1,2}:\d\d:\d\d(?:[.,]\d+)?", "<time>"),
     (r"\b[a-z][a-z0-9+.-]*://[^\s'\"<>)\]]+", "<url>"),
@@ -103,7 +110,8 @@ class FaultTable:
 
         ``text``: lines of a log, or an exception with its type; ``exit``: a status, negative or above 128 for a signal;
         ``signal``: a name such as SIGKILL. Lines that inform, and lines that say that the job goes on (a retry, a
-        skipped row), are no faults; but the ``text`` of a process that ``died`` is taken as it is.
+        skipped row), are no faults, nor are settings and what is "not active"; but the ``text`` of a process that
+        ``died`` is taken as it is.
 
         >>> fault_table().explain("OSError: [Errno 28] No space left on device: '/data/x'").cause
         'storage full'
@@ -113,7 +121,8 @@ class FaultTable:
         if exit is not None and not signal:
             signal = _signal_of(exit)
         if not died:
-            text = "\n".join(one for one in text.splitlines() if not (_INFORMS.search(one) or _GOES_ON.search(one)))
+            lines = [one for one in text.splitlines() if not (_INFORMS.search(one) or _GOES_ON.search(one))]
+            text = _STATED.sub("", "\n".join(lines))
         for row in self._rows:
             if row.pattern is not None and text and row.pattern.search(text):
                 return row.says
