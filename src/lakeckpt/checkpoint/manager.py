@@ -77,6 +77,8 @@ class CheckpointManager(Closing):
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
         peers: None: while a job of several nodes restores, its nodes read from each other's memory what they lack
             (docs/how-to/several-nodes.md). False: no socket is opened for that.
+        perceive: with ``capture_every``, a rank that is stuck after another rank of its node has died is killed, so
+            that the launcher need not wait for it (docs/how-to/faults.md). False: it is left alone.
         bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. Each
             checkpoint records how long ranks waited, and which share of the bytes moved meanwhile.
         backups: copies of the run that its agent keeps at other places, as `lakeckpt copy` does (`lakeckpt.Backup`).
@@ -118,6 +120,7 @@ class CheckpointManager(Closing):
         capture_every: int | None = None,
         arenas: str | PathLike[str] | None = None,
         peers: Literal[False] | None = None,
+        perceive: bool = True,
         bubbles: Bubbles | None = None,
         backups: Collection[Backup] = (),
         keep: int | Keep = 3,
@@ -138,7 +141,7 @@ class CheckpointManager(Closing):
     ) -> None:
         self._objects = checked_state(state)
         fail_after_s = check_settings(fail_after, timeout_s)
-        check_capturing(capture_every, arenas, bubbles, peers)
+        check_capturing(capture_every, arenas, bubbles, peers, perceive)
         every = interval_of(persist_every)
         self._storage = opened(uri, storage_options)
         self._exchange, self._waiter = self._talk(
@@ -147,7 +150,7 @@ class CheckpointManager(Closing):
         check_topology(self._exchange, rank, world_size)
         self._capture_every, captures = capture_every, capture_every is not None
         copies = checked_backups(backups, capture_every)
-        given = (self._storage, uri, storage_options or {}, arenas, copies)
+        given = (self._storage, uri, storage_options or {}, arenas, copies, perceive)
         self._place = place_of(*given) if captures else None
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
         most = checked_crash_loop(on_crash_loop, max_excluded)

@@ -50,13 +50,14 @@ _LOG = logging.getLogger("lakeckpt")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a run lies: ``storage``, and how another process opens it; where its captures lie, ``arenas``; and which
-    ``backups`` are made of it."""
+    ``backups`` are made of it. ``perceives``: agents end trainers that are stuck after a death."""
 
     storage: Storage
     uri: str
     storage_options: Mapping[str, Any]
     arenas: ArenaFolder
     backups: tuple[Backup, ...] = ()
+    perceives: bool = True
 
 
 def opened(uri: object, storage_options: Mapping[str, Any] | None) -> Storage:
@@ -74,11 +75,19 @@ def place_of(
     storage_options: Mapping[str, Any],
     arenas: str | os.PathLike[str] | None,
     backups: Collection[Backup] = (),
+    perceives: bool = True,
 ) -> Place:
     """Return where a run lies that the user has named by ``uri``. `ConfigError` if another process cannot open it."""
-    folder = ArenaFolder(arenas)
+    place = Place(
+        storage=storage,
+        uri="",
+        storage_options={},
+        arenas=ArenaFolder(arenas),
+        backups=tuple(backups),
+        perceives=perceives,
+    )
     if isinstance(storage, LocalStorage):
-        return Place(storage=storage, uri=storage.name, storage_options={}, arenas=folder, backups=tuple(backups))
+        return replace(place, uri=storage.name)
     if isinstance(uri, Storage):
         raise ConfigError(
             f"capture_every needs the URL of the run, and got {uri!r}: the agent, a process of its own, opens the "
@@ -92,7 +101,7 @@ def place_of(
             f"with capture_every, storage_options go to the agent, a process of its own, and must be plain values: "
             f"{error}. Give credentials by the environment or a file, or save synchronously, without capture_every"
         ) from error
-    return Place(storage=storage, uri=os.fspath(uri), storage_options=options, arenas=folder, backups=tuple(backups))
+    return replace(place, uri=os.fspath(uri), storage_options=options)
 
 
 def open_saves(
@@ -172,6 +181,7 @@ def _open_agent(
             arenas=place.arenas.path,
             linger_s=LINGER_S,
             backups=tuple(map(asdict, place.backups)) if exchange.rank == 0 else (),
+            perceives=place.perceives,
         )
     )
     engine = CaptureEngine(

@@ -18,6 +18,7 @@ from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = [
+    "BY_AGENT",
     "PHASES",
     "BatchAt",
     "Cause",
@@ -58,6 +59,8 @@ _STORAGE_TYPES = frozenset(
         "RunInUse",
     ]
 )
+BY_AGENT = "SIGKILL by its agent"
+"""What ends a rank that is stuck after another one has died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +168,7 @@ def explained(note: FaultNote, table: FaultTable | None = None) -> FaultNote:
     elif note.cause == "out of memory" and note.what.startswith("SIG"):
         found = rows.explain(f"{note.cause}: {note.evidence}", died=True)
     elif note.cause == "signal":
-        found = rows.explain(note.text, signal=note.what, died=True)
+        found = rows.explain(note.evidence, signal=note.what, died=True)
     else:
         found = None if note.cause in ("lost node", "hang") else rows.explain(note.evidence, died=True)
     return replace(note, explicit=found)

@@ -29,6 +29,7 @@ __all__ = [
     "add_evidence",
     "begin_page",
     "leave_note",
+    "mates_of",
     "note_at",
     "note_of",
     "notes_in",
@@ -46,6 +47,14 @@ _KNOWS: dict[Cause, int] = {"unknown": 0, "exit": 1, "signal": 2, "out of memory
 def page_path(folder: str, digest: bytes, attempt: int, rank: int) -> str:
     """Return where the page of ``rank`` lies in an attempt of the run with this digest."""
     return os.path.join(folder, f"{digest.hex()}.{attempt}.{rank}{_PAGE}")
+
+
+def mates_of(page: str) -> list[str]:
+    """Return the paths of the pages of the other ranks of this node, in the attempt of the ``page`` at this path."""
+    folder, name = os.path.split(page)
+    digest, attempt, *_ = name.split(".")
+    every = _pages_in(folder, bytes.fromhex(digest))
+    return [path for path, its in every if its == int(attempt) and path != page]
 
 
 def begin_page(folder: ArenaFolder, digest: bytes, attempt: int, rank: int, world: int) -> Beat | None:
