@@ -104,6 +104,8 @@ class CheckpointManager(Closing):
             ``"stop"``: `restore` raises `CrashLoop`, which names the rows; ``"exclude"``: the micro-batch leaves the
             deal, on record, and training goes on (docs/how-to/faults.md).
         max_excluded: so many micro-batches of the run are excluded at most.
+        watch_faults: a TOML file with rows of your own, which explain faults by their codes and texts before the
+            library's table does (docs/how-to/faults.md).
 
     Collective over the ranks: construction, `restore`, `save`, leaving the ``with``, and those `step` at which a save
     falls.
@@ -135,6 +137,7 @@ class CheckpointManager(Closing):
         exclusive: bool = False,
         on_crash_loop: Literal["stop", "exclude"] = "stop",
         max_excluded: int = 3,
+        watch_faults: str | PathLike[str] | None = None,
     ) -> None:
         self._objects = checked_state(state)
         fail_after_s = check_settings(fail_after, timeout_s)
@@ -151,7 +154,7 @@ class CheckpointManager(Closing):
         self._place = place_of(*given) if captures else None
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
         most = checked_crash_loop(on_crash_loop, max_excluded)
-        self._aftermath = Aftermath(self._storage, self._exchange, arenas, captures=captures, max_excluded=most)
+        self._aftermath = Aftermath(self._storage, self._exchange, arenas, captures, most, watch_faults)
         self._bubbles = bubbles
         self._saves: Saver | Background | None = None
         self._settings = Settings(keep=keep if isinstance(keep, Keep) else Keep(last=keep), timeout_s=timeout_s)
@@ -394,17 +397,6 @@ class CheckpointManager(Closing):
         """
         if self._saves is not None:
             self._saves.fence()
-
-    def _save(self, saves: Saver | Background, *, sync: bool) -> None:
-        try:
-            saves.save(self._step, self._metric, patient=sync)
-        except Exception:
-            self._counters.failed += 1
-            raise
-        if sync:
-            saves.wait()
-        self._reporter.report(saves.results(), wanted=self._step if sync else None)
-        self._presence.saved(self._reporter.saved_step)
 
     def __repr__(self) -> str:
         return f"CheckpointManager({describe(self._storage)!r}, {sorted(self._objects)}, step={self._step})"

@@ -244,7 +244,7 @@ def settle(
         return
     nodes = nodes_of_replicas(tally)
     division = division_of(nodes, exchange.rank) if len(nodes) == exchange.world_size else None
-    saves.engine.planner.divide(division)
+    saves.engine.divide(division)
     digest = digest_of_run(attempt.run, place.storage)
     identity = identity_of(digest, rank=exchange.rank, world_size=exchange.world_size)
     state_bytes = estimated_bytes(saves.engine.objects.values()) // (1 if division is None else division.count)
