@@ -5,7 +5,8 @@ is what captures copy, as a part of the state: of cuts that stay in memory, once
 frozen tensors, and of those that are saved. Beside it stand the processor seconds of a capture.
 
 And replicas: ``--ranks`` ranks of a node (4) hold a model with Adam each, all trained, and capture a share each.
-Printed is what all their arenas take, and what each rank copies and computes, as parts of what one rank alone does.
+Printed is what all their arenas take, and what each rank copies and computes, as parts of what one rank alone does; and
+how long the end of ``restore()`` takes to find that the state of a rank is that of the others.
 Ranks take turns in one process, as each would have a processor of its own.
 """
 
@@ -96,13 +97,16 @@ def replicas(mib: int, ranks: int, place: Path) -> dict[str, Any]:
         folder = ArenaFolder(place / ("alone" if division is None else "divided"))
         objects = {"model": model, "optimizer": optimizer}
         engine = CaptureEngine(objects, identity, folder=folder, generations=4, counters=counters)
-        engine.planner.divide(division)
+        begun_s = time.perf_counter()
+        engine.planner.replica()
+        compared_s.append(time.perf_counter() - begun_s)
+        engine.divide(division)
         took_s: list[float] = []
         with closing(engine):
             for step in range(1, 10):
                 optimizer.step()
                 before, begun_s = counters.beside_bytes + counters.fence_bytes, time.process_time()
-                if not engine.cut(CutId(attempt=0, step=step), digest=bytes(16), common=step - 1, must=step == 1):
+                if not engine.cut(CutId(attempt=rank, step=step), digest=bytes(16), common=step - 1, must=step == 1):
                     raise RuntimeError("a capture was left out")
                 engine.wait()
                 took_s.append(time.process_time() - begun_s)
@@ -110,12 +114,14 @@ def replicas(mib: int, ranks: int, place: Path) -> dict[str, Any]:
         (info,) = [one for one in folder.found() if one.identity == identity]
         return info.size_bytes, copied, statistics.median(took_s[1:])
 
+    compared_s: list[float] = []
     size_bytes, copied, took_s = measure(0, None)
     found = [measure(rank, division_of(nodes, rank)) for rank in range(ranks)]
     return {
         "arenas": sum(one for one, _, _ in found) / size_bytes,
         "copied": max(one for _, one, _ in found) / copied,
         "cpu": max(one for _, _, one in found) / took_s,
+        "compared_s": statistics.median(compared_s),
         "alone": {"arena_bytes": size_bytes, "copied": copied, "cpu_s": took_s},
     }
 
@@ -148,6 +154,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             ["processor seconds of a rank, at most", f"{shared['cpu']:.2f}"],
         ],
     )
+    print(f"restore() compares replicas of {options.mib} MiB in {shared['compared_s']:.3f} s")
     found = {**found, "replicas": shared}
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1))

@@ -20,7 +20,8 @@ from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.restore.restorer import RestoreReport
-from lakeckpt.errors import SaveFailed
+from lakeckpt.checkpoint.state import tensors
+from lakeckpt.errors import CaptureWarning, SaveFailed
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.agent.rig import take_checksums
 from tests.checkpoint.capturing.reading import bytes_of
@@ -125,6 +126,15 @@ def job(
     return found
 
 
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 1000])
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_device_sums_all_bytes_of_a_tensor(size: int, start: int) -> None:
+    data = torch.randint(0, 256, (size + start,), dtype=torch.uint8)[start:]
+    whole = data.numpy().tobytes() + bytes(-size % 8)
+    right = sum(int.from_bytes(whole[at : at + 8], "little") for at in range(0, len(whole), 8)) % 2**64
+    assert tensors._sums_on_devices([data]) == [right]
+
+
 def without_buffers(state: dict[str, bytes]) -> dict[str, bytes]:
     return {key: one for key, one in state.items() if key != "seen"}
 
@@ -176,6 +186,7 @@ def test_two_nodes_hold_the_whole_each(tmp_path: Path) -> None:
     assert verify(storage).every_damage == ()
 
 
+@pytest.mark.filterwarnings("ignore::lakeckpt.errors.CaptureWarning")
 def test_a_replica_that_drifts_is_named_and_nothing_is_divided_from_then_on(tmp_path: Path) -> None:
     storage = MemoryStorage()
     before = job(storage, [tmp_path] * 2, steps=9, saves_at=(4, 6), drifts_at=3)
@@ -188,6 +199,21 @@ def test_a_replica_that_drifts_is_named_and_nothing_is_divided_from_then_on(tmp_
     assert [one.restored for one in after] == [one.reached for one in before]
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_replicas_that_drift_apart_between_saves_are_named_and_captured_undivided(tmp_path: Path, ranks: int) -> None:
+    storage = MemoryStorage()
+    with pytest.warns(CaptureWarning) as caught:
+        before = job(storage, [tmp_path] * ranks, steps=14, drifts_at=3)
+    texts = {str(one.message) for one in caught}
+    assert len(caught) == ranks
+    assert any("'model/second.weight' of the ranks 0 and 1" in one and "at step 3" in one for one in texts)
+    after = job(storage, [tmp_path] * ranks, steps=1, seed=9)
+    assert [one.step for one in after] == [14] * ranks
+    assert [one.restored for one in after] == [one.reached for one in before]
+    assert before[0].reached != before[1].reached
+
+
+@pytest.mark.filterwarnings("ignore::lakeckpt.errors.CaptureWarning")
 def test_memory_of_replicas_that_drifted_apart_is_passed_over(tmp_path: Path) -> None:
     storage = MemoryStorage()
     job(storage, [tmp_path] * 2, steps=6, drifts_at=5)

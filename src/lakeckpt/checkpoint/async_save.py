@@ -303,8 +303,8 @@ class Background:
             if one.was_raised:
                 return
             assert result.error is not None
-            if self._engine.planner.divided and REPLICAS in str(result.error):
-                self._engine.planner.divide(None)
+            if REPLICAS in str(result.error):
+                self._engine.divide(None)
                 text = f"{result.error}. From now on each rank captures all of its state"
                 result = replace(result, error=SaveFailed(text))
             assert result.error is not None

@@ -76,9 +76,9 @@ class CheckpointManager(Closing):
             None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
         peers: None: while a job of several nodes restores, its nodes read from each other's memory what they lack
-            (docs/how-to/several-nodes.md). False: no socket is opened for that.
-        perceive: with ``capture_every``, a rank that is stuck after another rank of its node has died is killed, so
-            that the launcher need not wait for it (docs/how-to/faults.md). False: it is left alone.
+            (docs/how-to/several-nodes.md); later agents ask other nodes whether they are there. False: no sockets.
+        perceive: with ``capture_every``, a rank that is stuck after another rank of its node has died, or another
+            node was lost, is killed, so that the launcher acts (docs/how-to/faults.md). False: it is left alone.
         bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. Each
             checkpoint records how long ranks waited, and which share of the bytes moved meanwhile.
         backups: copies of the run that its agent keeps at other places, as `lakeckpt copy` does (`lakeckpt.Backup`).
@@ -104,6 +104,8 @@ class CheckpointManager(Closing):
             ``"stop"``: `restore` raises `CrashLoop`, which names the rows; ``"exclude"``: the micro-batch leaves the
             deal, on record, and training goes on (docs/how-to/faults.md).
         max_excluded: so many micro-batches of the run are excluded at most.
+        watch_faults: a TOML file with rows of your own, which explain faults by their codes and texts before the
+            library's table does (docs/how-to/faults.md).
 
     Collective over the ranks: construction, `restore`, `save`, leaving the ``with``, and those `step` at which a save
     falls.
@@ -135,6 +137,7 @@ class CheckpointManager(Closing):
         exclusive: bool = False,
         on_crash_loop: Literal["stop", "exclude"] = "stop",
         max_excluded: int = 3,
+        watch_faults: str | PathLike[str] | None = None,
     ) -> None:
         self._objects = checked_state(state)
         fail_after_s = check_settings(fail_after, timeout_s)
@@ -147,11 +150,11 @@ class CheckpointManager(Closing):
         check_topology(self._exchange, rank, world_size)
         self._capture_every, captures = capture_every, capture_every is not None
         copies = checked_backups(backups, capture_every)
-        given = (self._storage, uri, storage_options or {}, arenas, copies, perceive)
+        given = (self._storage, uri, storage_options or {}, arenas, copies, perceive, peers is None)
         self._place = place_of(*given) if captures else None
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
         most = checked_crash_loop(on_crash_loop, max_excluded)
-        self._aftermath = Aftermath(self._storage, self._exchange, arenas, captures=captures, max_excluded=most)
+        self._aftermath = Aftermath(self._storage, self._exchange, arenas, captures, most, watch_faults)
         self._bubbles = bubbles
         self._saves: Saver | Background | None = None
         self._settings = Settings(keep=keep if isinstance(keep, Keep) else Keep(last=keep), timeout_s=timeout_s)
@@ -394,17 +397,6 @@ class CheckpointManager(Closing):
         """
         if self._saves is not None:
             self._saves.fence()
-
-    def _save(self, saves: Saver | Background, *, sync: bool) -> None:
-        try:
-            saves.save(self._step, self._metric, patient=sync)
-        except Exception:
-            self._counters.failed += 1
-            raise
-        if sync:
-            saves.wait()
-        self._reporter.report(saves.results(), wanted=self._step if sync else None)
-        self._presence.saved(self._reporter.saved_step)
 
     def __repr__(self) -> str:
         return f"CheckpointManager({describe(self._storage)!r}, {sorted(self._objects)}, step={self._step})"

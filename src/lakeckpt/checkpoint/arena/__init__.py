@@ -13,5 +13,5 @@
                                     agent → [checksums]: taken behind the copy
 
     [holdings]: which cuts a node holds, and whose shares of them. [dividing]: which share a replica captures.
-    [markers]: a launcher's job has begun a run at a place.
+    [drift]: replicas that have drifted apart. [markers]: a launcher's job has begun a run at a place.
 """

@@ -38,11 +38,16 @@ class RowBox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """This rank is replica ``index`` of ``count`` on its node. ``sharing`` is what the documents of trees say."""
+    """This rank is replica ``index`` of the ``ranks`` of its node. ``sharing`` is what the documents of trees say."""
 
     index: int
-    count: int
+    ranks: tuple[int, ...]
     sharing: Sharing
+
+    @property
+    def count(self) -> int:
+        """How many replicas divide the state."""
+        return len(self.ranks)
 
     def boxes(self, specs: Mapping[str, TensorSpec]) -> list[RowBox]:
         """Return the boxes that this rank captures of tensors of ``specs``.
@@ -51,7 +56,7 @@ class Division:
         >>> specs = {one.key: one for one in (TensorSpec(key="w", dtype="int8", shape=(2**12, 2**13)),
         ...                                   TensorSpec(key="b", dtype="int8", shape=(5,)))}
         >>> for index in (0, 1):
-        ...     print([one.key for one in Division(index=index, count=2, sharing=sharing).boxes(specs)])
+        ...     print([one.key for one in Division(index=index, ranks=(0, 1), sharing=sharing).boxes(specs)])
         ['w::at 0,0 of 4096,8192', 'b::at 0 of 5']
         ['w::at 2048,0 of 4096,8192']
         """
@@ -105,4 +110,4 @@ def division_of(nodes: Mapping[int, tuple[int, ...]], rank: int) -> Division | N
         return None
     dims = (0,) if len(here) == len(nodes) else (-1, 0)
     sharing = Sharing(ranks=ranges(nodes), dims=dims)
-    return Division(index=here.index(rank), count=len(here), sharing=sharing)
+    return Division(index=here.index(rank), ranks=here, sharing=sharing)

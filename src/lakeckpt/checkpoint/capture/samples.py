@@ -7,7 +7,8 @@ spots, and is noticed even if it is undone before the fence. A change between th
 of each frozen tensor are a spot, too, as captures skip the tensor.
 
 Of tensors that replicas divide, each replica captures a part, and samples 64 bytes from the middle of each whole one.
-The digests of these bytes are equal on replicas that have not drifted apart. The module starts no threads.
+The sums of these bytes are equal on replicas that have not drifted apart (`lakeckpt.checkpoint.arena.drift`). The
+module starts no threads.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lakeckpt.checkpoint.capture.moves import Links, Moves, flat_bytes, link_of, wait_all
 from lakeckpt.checkpoint.capture.plan import CapturePlan
-from lakeckpt.checkpoint.format.digests import short_digest
 
 __all__ = ["Sample", "Samples"]
 
 _BYTES = 64
 _SPOTS = 64
+_WEIGHTS = np.arange(1, 2 * _BYTES // 8, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+"""Odd numbers: a change of any one word changes the sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,8 @@ class Samples:
         self._plan, self._frozen = plan, frozenset(frozen)
         self._spots = [*_spots(plan), *_spots_of(plan, sorted(self._frozen))]
         wholes = dict(sorted((divided or {}).items()))
+        self.divided = tuple(wholes)
+        """The keys of the tensors that are divided, in the order of `sums`."""
         middles = [(key, *_middle(one.nbytes), 0) for key, one in wholes.items()]
         self._rows = torch.zeros(len(self._spots) + len(middles), _BYTES, dtype=torch.uint8)
         self._moves = Moves()
@@ -92,12 +97,13 @@ class Samples:
             != data[at : at + stop - start]
         )
 
-    def digest(self, sample: Sample) -> bytes:
-        """Return a digest (16 bytes) of the spots of divided tensors. Call it after `changed`, with the same sample."""
+    def sums(self, sample: Sample) -> bytes:
+        """Return 8 bytes of each divided tensor, the sum of its spot. Call it after `changed`, for the same sample."""
         first = len(self._spots)
-        arrived, here = self._rows[first:].numpy(), sample.here[first:].numpy()
-        rows = (arrived if linked else here for linked in self._linked[first:])
-        return short_digest(*(row[number].tobytes() for number, row in enumerate(rows)))
+        linked = np.array(self._linked[first:], dtype=np.bool_)[:, None]
+        rows = np.where(linked, self._rows[first:].numpy(), sample.here[first:].numpy())
+        sums: bytes = (rows.view(np.uint64) * _WEIGHTS).sum(axis=1, dtype=np.uint64).tobytes()
+        return sums
 
 
 def _middle(size_bytes: int) -> tuple[int, int]:

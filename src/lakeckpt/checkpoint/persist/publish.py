@@ -163,7 +163,7 @@ class Publisher:
                 f"state of reader {name!r}": facts_of(shared_fields(pending[-1].record.state))
                 for name, pending in taken.readers.items()
             }
-            states |= {REPLICAS: {key: one.decode() for key, one in taken.sums.items()}} if taken.sums else {}
+            states[REPLICAS] = {key: one.decode() for key, one in taken.sums.items()}
         try:
             units = taken.staged.units() if isinstance(taken, StagedCut) else []
             agreement = agree(talk, facts=facts, units=units, announce=announced, states=states)

@@ -10,12 +10,13 @@ parameter and of its moments side by side, and an object around such an optimize
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
@@ -183,19 +184,27 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """Return for each contiguous tensor the sum of its bytes, as numbers of 64 bits, with its dtype and shape. The
-    device computes the sums, and this thread waits for them."""
+    """Return 64 bits of each contiguous tensor, with its dtype and shape, equal if the bytes of two tensors are: the
+    XXH3 of host memory, at 10 GB/s, and the sum of the words on a device, for which this thread waits."""
+    linked = {key: one for key, one in tensors.items() if one.device.type != "cpu"}
+    numbers = dict(zip(linked, _sums_on_devices(list(linked.values())), strict=True))
+    found = {}
+    for key, one in tensors.items():
+        number = numbers[key] if key in numbers else xxhash.xxh3_64_intdigest(host_bytes(one))
+        found[key] = f"{number:016x} {one.dtype} {tuple(one.shape)}".encode()
+    return found
+
+
+def _sums_on_devices(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the sums of the bytes of tensors, as words of 64 bits."""
     sums: list[torch.Tensor] = []
-    for one in tensors.values():
+    for one in tensors:
         flat = as_bytes(one)
         whole = flat.numel() // 8 * 8
         words = flat[:whole] if flat.data_ptr() % 8 == 0 else flat[:whole].clone()
         rest = torch.nn.functional.pad(flat[whole:], (0, whole + 8 - flat.numel()))
         sums.append(words.view(torch.int64).sum() + rest.view(torch.int64).sum())
-    return {
-        key: f"{int(one) % 2**64:016x} {tensor.dtype} {tuple(tensor.shape)}".encode()
-        for (key, tensor), one in zip(tensors.items(), sums, strict=True)
-    }
+    return [int(one) % 2**64 for one in sums]
 
 
 def batches_of(items: Iterable[_T], size_of: Callable[[_T], int], most_bytes: int) -> Iterator[list[_T]]:
