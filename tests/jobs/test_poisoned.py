@@ -35,7 +35,6 @@ def test_a_row_that_ends_the_job_three_times_leaves_the_deal_on_any_topology(tmp
     size = 5 if is_packed else 1
     counts, every = poisoned.keys(tmp_path), Counter(range(poisoned.ROWS * (3 if is_packed else 1)))
     missing = every - counts
-    print(case, report.headline, sum(missing.values()), poisoned.used(tmp_path).keys())
     assert not counts - every and sum(missing.values()) == report.excluded * size == poisoned.BATCH * size
     assert {poisoned.POISON} & {key // 3 if is_packed else key for key in missing}
     assert report.verdict == "except", report

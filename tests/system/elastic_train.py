@@ -1,9 +1,9 @@
 """Train one epoch with a global batch of 8 rows on however many ranks there are, and note which rows each step used.
 
 The table lies in ``table`` of the working directory, and the run in ``run``. A step takes at least 0.3 s until the file
-``hurry`` is there. ``ARENAS`` in the environment is the folder of this node's memory. The rank of the
-node ``FAILS_ON`` kills itself in its first step, each time by another signal: else the micro-batch would be blamed. What each rank restored is noted in
-``restored.jsonl``, and each finished step in ``finished.jsonl``.
+``hurry`` is there. ``ARENAS`` in the environment is the folder of this node's memory. The rank of the node ``FAILS_ON``
+kills itself in its first step, each time by another signal: else the micro-batch would be blamed. What each rank
+restored is noted in ``restored.jsonl``, and each finished step in ``finished.jsonl``.
 """
 
 from __future__ import annotations
