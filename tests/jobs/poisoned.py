@@ -102,7 +102,7 @@ def main(
         with (folder / f"notes-{rank}.jsonl").open("a") as notes:
             for batch in loader if loader.epoch == 0 else ():
                 found = [int(one) for one in batch["tokens" if packed else "id"].reshape(-1).tolist()]
-                if any((one // 3 if packed else one) == POISON for one in found) and start < times:
+                if (3 * POISON if packed else POISON) in found and start < times:
                     if by == "raise":
                         raise ValueError(f"the row {POISON} is bad")
                     os.kill(os.getpid(), signal.Signals[by])
