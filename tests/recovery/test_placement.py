@@ -12,7 +12,7 @@ from operator import xor
 
 import pytest
 
-from lakeckpt.recovery.placement import PeerGroup, Mode, NodePlace, domain_of, groups_of, lost_shares
+from lakeckpt.recovery.placement import Mode, NodePlace, PeerGroup, domain_of, groups_of, lost_shares
 
 MODES: tuple[Mode, ...] = ("copy", "3+1")
 PIECES = 6

@@ -12,8 +12,8 @@ groups in turn. A domain that has no more nodes than there are groups never has 
               one puts into it; that one, member s mod 4, keeps the parity (XOR) of the pieces.
 
 Nodes that are left over join groups, one each as long as there are groups. Any one loss in a group leaves all shares.
-Whether two losses do, `PeerGroup.survives` says. A node that is alone is unprotected. The module is pure: nodes compute the
-same groups from the same nodes.
+Whether two losses do, `PeerGroup.survives` says. A node that is alone is unprotected. The module is pure: nodes compute
+the same groups from the same nodes.
 """
 
 from __future__ import annotations
