@@ -106,7 +106,7 @@ def run_rank(rank: int, folder: str, case: str, asked: argparse.Namespace) -> No
                 cpu_s[way] += in_captures_cpu_s + switch.cpu_s + time.clock_gettime(of_copier) - before_s
     told = {way: gate for way, gate in gates.items() if gate is not None}
     found = {
-        "size_bytes": sum(one.nbytes for one in engine._planner.late.values()),
+        "size_bytes": sum(one.nbytes for one in engine.planner.late.values()),
         "captured": sum(began),
         "skipped": len(began) - sum(began),
         "seconds": seconds,

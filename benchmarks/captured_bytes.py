@@ -3,6 +3,11 @@
 A model as with LoRA: 95 % of the bytes of the state are frozen, the rest are adapters with the moments of Adam. Printed
 is what captures copy, as a part of the state: of cuts that stay in memory, once each generation of the arena holds the
 frozen tensors, and of those that are saved. Beside it stand the processor seconds of a capture.
+
+And replicas: ``--ranks`` ranks of a node (4) hold a model with Adam each, all trained, and capture a share each.
+Printed is what all their arenas take, and what each rank copies and computes, as parts of what one rank alone does; and
+how long the end of ``restore()`` takes to find that the state of a rank is that of the others.
+Ranks take turns in one process, as each would have a processor of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from torch import nn
 
 from benchmarks.measure import show
 from benchmarks.places import MEMORY, place_for_a_run
+from lakeckpt.checkpoint.arena.dividing import Division, division_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.capture.engine import CaptureEngine
@@ -76,15 +82,61 @@ def measured(mib: int, folder: ArenaFolder) -> dict[str, Any]:
     }
 
 
+def replicas(mib: int, ranks: int, place: Path) -> dict[str, Any]:
+    """Capture ``ranks`` replicas of ``mib`` MiB, alone and divided."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(round(mib / 3 / 4))))
+    optimizer = torch.optim.Adam(model.parameters())
+    for one in model.parameters():
+        one.grad = torch.full_like(one, 1e-3)
+    optimizer.step()
+    nodes = {rank: tuple(range(ranks)) for rank in range(ranks)}
+
+    def measure(rank: int, division: Division | None) -> tuple[int, int, float]:
+        counters = RunCounters()
+        identity = ArenaIdentity(run=b"captured bytes..", rank=rank, world=ranks)
+        folder = ArenaFolder(place / ("alone" if division is None else "divided"))
+        objects = {"model": model, "optimizer": optimizer}
+        engine = CaptureEngine(objects, identity, folder=folder, generations=4, counters=counters)
+        begun_s = time.perf_counter()
+        engine.planner.replica()
+        compared_s.append(time.perf_counter() - begun_s)
+        engine.divide(division)
+        took_s: list[float] = []
+        with closing(engine):
+            for step in range(1, 10):
+                optimizer.step()
+                before, begun_s = counters.beside_bytes + counters.fence_bytes, time.process_time()
+                if not engine.cut(CutId(attempt=rank, step=step), digest=bytes(16), common=step - 1, must=step == 1):
+                    raise RuntimeError("a capture was left out")
+                engine.wait()
+                took_s.append(time.process_time() - begun_s)
+                copied = counters.beside_bytes + counters.fence_bytes - before
+        (info,) = [one for one in folder.found() if one.identity == identity]
+        return info.size_bytes, copied, statistics.median(took_s[1:])
+
+    compared_s: list[float] = []
+    size_bytes, copied, took_s = measure(0, None)
+    found = [measure(rank, division_of(nodes, rank)) for rank in range(ranks)]
+    return {
+        "arenas": sum(one for one, _, _ in found) / size_bytes,
+        "copied": max(one for _, one, _ in found) / copied,
+        "cpu": max(one for _, _, one in found) / took_s,
+        "compared_s": statistics.median(compared_s),
+        "alone": {"arena_bytes": size_bytes, "copied": copied, "cpu_s": took_s},
+    }
+
+
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=400)
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     with place_for_a_run("captured-bytes", under=MEMORY) as place:
         found = measured(options.mib, ArenaFolder(place / "arenas"))
+        shared = replicas(options.mib, options.ranks, place)
     show(
         f"Captures of {found['state_bytes'] / MIB:.0f} MiB of state, of which 95 % are frozen",
         ["cut", "bytes copied / state", "processor seconds"],
@@ -93,6 +145,17 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             ["is saved", f"{found['copied_if_saved']:.3f}", f"{found['cpu_s_if_saved']:.4f}"],
         ],
     )
+    show(
+        f"{options.ranks} replicas on a node, as parts of what one rank alone takes",
+        ["what", "part"],
+        [
+            ["arenas of all ranks", f"{shared['arenas']:.2f}"],
+            ["bytes that a rank copies, at most", f"{shared['copied']:.2f}"],
+            ["processor seconds of a rank, at most", f"{shared['cpu']:.2f}"],
+        ],
+    )
+    print(f"restore() compares replicas of {options.mib} MiB in {shared['compared_s']:.3f} s")
+    found = {**found, "replicas": shared}
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1))
     return found

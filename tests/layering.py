@@ -48,6 +48,7 @@ SIDEWAYS = {
     ("checkpoint", "recovery"),
     ("checkpoint", "watch"),
     ("recovery", "tracking"),
+    ("recovery", "watch"),
     ("watch", "tracking"),
     ("demo", "cli"),
     ("cli", "demo"),

@@ -1,6 +1,7 @@
-"""Writes ``api.md`` beside itself from the docstrings of the public names: ``python docs/reference/generate.py``.
+"""Writes ``api.md`` and ``faults.md`` beside itself, from the docstrings of the public names and from the table of
+explicit faults: ``python docs/reference/generate.py``.
 
-A test fails while the file is not what this writes.
+A test fails while a file is not what this writes.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import lakeckpt.dcp
 import lakeckpt.metrics
 import lakeckpt.testing
 from lakeckpt import errors
+from lakeckpt.watch.explicit import fault_table
 
-TARGET = Path(__file__).with_name("api.md")
+TARGET, FAULTS = Path(__file__).with_name("api.md"), Path(__file__).with_name("faults.md")
 TASKS = {
     "Read a table": ["open_table", "Table"],
     "Make a loader": [
@@ -203,5 +205,26 @@ def _arguments(block: str) -> str:
     return re.sub(r"^ {8}", "  ", listed, flags=re.MULTILINE)
 
 
+def faults() -> str:
+    """Return the text of the page of explicit faults."""
+    lines = [
+        "# Explicit faults",
+        "",
+        "*Written from `lakeckpt/watch/faults.toml` by `docs/reference/generate.py`; do not edit.*",
+        "",
+        "The rows by which [`lakeckpt faults`](../how-to/faults.md) explains a fault, in their order: the first that",
+        "matches holds. The file itself has the codes, signals and expressions of each row, and its source.",
+        "A row in italics is no cause: it follows from another fault, or from the order of a launcher or a person.",
+        "",
+        "| row | cause | restart | what to do |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in fault_table().rows:
+        name = row.id if row.role == "root" else f"*{row.id}*"
+        lines.append(f"| {name} | {row.cause} | {row.restart} | {row.remedy} |")
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
     TARGET.write_text(generate(), encoding="utf-8")
+    FAULTS.write_text(faults(), encoding="utf-8")

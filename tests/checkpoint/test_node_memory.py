@@ -89,7 +89,7 @@ def test_one_rank_of_a_node_says_it_and_warns_if_it_is_not_there(
     folder, model = ArenaFolder(tmp_path / "arenas"), nn.Linear(1024, 1024)
     for rank in range(4):
         identity = ArenaIdentity(run=b"r" * 16, rank=rank, world=4)
-        _say_memory({"model": model}, folder, identity, Node(rank), generations=4)
+        _say_memory(estimated_bytes([model]), folder, identity, Node(rank))
     (found,) = caplog.records
     assert found.levelno == logging.WARNING
     assert found.getMessage().startswith(

@@ -338,7 +338,7 @@ def test_memory_of_another_model_is_not_restored_and_the_checkpoint_says_what_do
     dead, _ = killed_at_5(storage, tmp_path)
     objects = objects_of(3) | {"model": torch.nn.Linear(2, 2)}
     with (
-        pytest.warns(DamageWarning, match=r"the cut of step \d .* nothing of it is damaged; .* does not fit") as told,
+        pytest.warns(DamageWarning, match=r"the cut of step \d .* nothing of it is damaged: .* does not fit") as told,
         pytest.raises(CheckpointMismatch, match="checkpoint in slot 1 does not fit"),
     ):
         managed(storage, objects, tmp_path).restore()

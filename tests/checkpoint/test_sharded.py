@@ -171,7 +171,7 @@ def captured(rank: int, world_size: int, folder: str, sharding: Any) -> None:
     assert saver._saves._engine.wait() == 4
     filled = sum(getattr(one, "to_local", lambda one=one: one)().numel() > 0 for one in objects["model"].parameters())
     # Parameters, moments and counts of steps hold nothing up. Parts without elements have no memory to wait for.
-    late = saver._saves._engine._planner.late
+    late = saver._saves._engine.planner.late
     assert sum(one.numel() > 0 for one in late.values()) == 3 * filled + 6
     again = sharding(2, world_size)
     second = CheckpointManager(storage, again, **options)

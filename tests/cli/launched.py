@@ -2,7 +2,8 @@
 
 ``launched.py FOLDER KILLS WORKERS METHOD MODE``: KILLS are steps, separated by commas. In attempt i, rank 1 kills
 itself after it has finished the i-th of them. MODE is empty, or what else goes wrong in every attempt: ``raise`` and
-``crash`` at the micro-batch with row `POISON`, or ``bad cut``: attempts that go on from a step beyond 5 raise.
+``crash`` at the micro-batch with row `POISON`, or ``bad cut``: attempts that go on from a step beyond 5 raise. With
+``stop``, rank 1 is stopped instead of killed, and collectives end after 5 s.
 Each rank notes, for each step, the attempt, the time (seconds since 1970) and its rows. `run` runs the script by a
 launcher.
 """
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +61,9 @@ def main(folder: Path, kills: list[int], workers: int, method: str, mode: str) -
     from lakeckpt.testing import fail_at
 
     for start, step in enumerate(kills):
-        fail_at(1, step + 1, "batch", attempt=start)
+        fail_at(1, step + 1, "batch", by="SIGSTOP" if mode == "stop" else "SIGKILL", attempt=start)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=5) if mode == "stop" else None)
     rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.manual_seed(5)
     model = torch.nn.Linear(1, 8)

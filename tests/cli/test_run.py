@@ -92,6 +92,17 @@ def test_a_bad_cut_in_memory_is_passed_over_after_the_third_death(tmp_path: Path
     assert is_proved(tmp_path)
 
 
+@pytest.mark.soak
+def test_a_stopped_rank_is_the_cause_and_its_launcher_need_not_wait_for_it(tmp_path: Path) -> None:
+    write_table(tmp_path / "table", rows=launched.ROWS)
+    said = launched.run(tmp_path, kills="9", mode="stop")
+    assert "Unable to shutdown process" not in said  # torchelastic's, after 30 s
+    check_rows(tmp_path, {0, 1})
+    (fault,) = faults_of_run(tmp_path)["faults"]
+    assert (fault["cause"], fault["what"], fault["rank"], fault["step"]) == ("hang", "SIGSTOP", 1, 9)
+    assert fault["steps_again"] <= 1 and fault["phases"]["perceived"] >= 5
+
+
 def faults_of_run(folder: Path) -> dict[str, Any]:
     """What ``lakeckpt faults --json`` says of the run in ``folder``."""
     command = [sys.executable, "-m", "lakeckpt", "faults", str(folder / "run"), "--json"]

@@ -71,3 +71,5 @@ def test_the_reference_is_what_the_docstrings_say() -> None:
     spec.loader.exec_module(module)
     current = module.TARGET.read_text(encoding="utf-8")
     assert current == module.generate(), "run: python docs/reference/generate.py"
+    current = (ROOT / "docs" / "reference" / "faults.md").read_text("utf-8")
+    assert current == module.faults(), "run: python docs/reference/generate.py"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lakeckpt.recovery.faults import BatchAt, FaultNote
+from lakeckpt.recovery.faults import BatchAt, FaultNote, explained
 
 
 def batch_at(step: int, rank: int = 0) -> BatchAt:
@@ -15,4 +15,4 @@ def died(step: int = 8, what: str = "ValueError", **fields: Any) -> FaultNote:
     """A rank that had finished ``step`` optimizer steps died at its next micro-batch."""
     cause = "signal" if what.startswith("SIG") else "exception"
     given = {"attempt": 0, "rank": 1, "world": 2, "node": "a", "at_s": 10.0, "cause": cause, "batch": batch_at(step)}
-    return FaultNote(**{**given, "what": what, "step": step, **fields})
+    return explained(FaultNote(**{**given, "what": what, "step": step, **fields}))

@@ -38,6 +38,10 @@ def test_without_a_cause_of_its_own_a_missing_rank_means_a_lost_node() -> None:
         (died(what="lakeckpt.errors.MissingRanksError", text="rank 3 of 4 did not answer"), True),
         (died(what="lakeckpt.errors.SaveFailed", text="rank 1 has stopped: ValueError: x"), True),
         (died(what="torch.distributed.DistBackendError", text=""), True),
+        (died(what="torch.distributed.DistBackendError", text="CUDA error: uncorrectable ECC error"), False),
+        (died(what="SIGTERM"), True),
+        (died(cause="exit", what="status 143"), True),
+        (died(what="SystemExit", text="0"), True),
         (died(what="ValueError", text="a bad row"), False),
         (died(what="SIGSEGV"), False),
     ],
@@ -60,6 +64,7 @@ def test_the_account_adds_up_phases_steps_done_again_and_saves() -> None:
     found = account_of([first, second], elapsed_s=1000.0)
     assert (found.perception_s, found.scheduling_s) == (1.0, 2.0 + 1.0)
     assert (found.initialization_s, found.recompute_s, found.saving_s) == (4 + 8 + 16 + 32 + 64, 2.0, 3.0)
+    assert found.causes == {"code": 2}
     assert found.invalid_s == 1 + 3 + 124 + 2 + 3 and found.effective == pytest.approx(1 - 0.133)
     assert found.to_plain()["effective"] == found.effective
 

@@ -129,6 +129,11 @@ def test_exceptions_of_python_are_not_the_nodes_fault() -> None:
     assert level_of(deaths, nodes=4, least_nodes=1).leaves == ""
 
 
+def test_an_exception_whose_text_names_a_fault_of_the_node_is_the_nodes() -> None:
+    damaged = died(what="RuntimeError", text="CUDA error: uncorrectable ECC error encountered", node="b", batch=None)
+    assert level_of([on("b"), damaged, on("b")], nodes=4, least_nodes=1).leaves == "b"
+
+
 NOTES = st.builds(
     died,
     st.integers(0, 12),

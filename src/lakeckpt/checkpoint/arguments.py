@@ -125,7 +125,9 @@ def shared_settings(**settings: object) -> dict[str, str]:
     return {name: one if isinstance(one, str) else repr(one) for name, one in settings.items()}
 
 
-def check_capturing(capture_every: object, arenas: object, bubbles: object, peers: object = None) -> None:
+def check_capturing(
+    capture_every: object, arenas: object, bubbles: object, peers: object = None, perceive: object = True
+) -> None:
     """Raise `ConfigError` for the first argument that is not valid."""
     if capture_every is not None and (type(capture_every) is not int or capture_every < 1):
         raise ConfigError(f"capture_every is a positive number of optimizer steps, or None, got {capture_every!r}")
@@ -133,6 +135,8 @@ def check_capturing(capture_every: object, arenas: object, bubbles: object, peer
         raise ConfigError(f"arenas is the path of a folder, or None for one in memory, got {arenas!r}")
     if bubbles is not None and not hasattr(bubbles, "gate"):
         raise ConfigError(f"bubbles is a lakeckpt.bubbles.Bubbles, or None, got {bubbles!r}")
+    if type(perceive) is not bool:
+        raise ConfigError(f"perceive is True or False, got {perceive!r}")
     if peers is not None and peers is not False:
         raise ConfigError(
             f"peers is None (nodes read from each other's memory what they lack) or False (they open no socket), got "

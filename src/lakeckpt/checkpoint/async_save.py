@@ -32,6 +32,7 @@ from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.peers.alike import ShareFinder
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.indexes import Document, documents_of_all
+from lakeckpt.checkpoint.persist.publish import REPLICAS
 from lakeckpt.checkpoint.report import Saved
 from lakeckpt.core.state import depends_on_data
 from lakeckpt.errors import (
@@ -107,6 +108,11 @@ class Background:
         self._passed_on: set[Obstacle] = set()  # to the agent
         self._next_look_s = float("-inf")
         self._finder = ShareFinder(exchange, rank=exchange.rank, world_size=exchange.world_size, now=waiter.now)
+
+    @property
+    def engine(self) -> CaptureEngine:
+        """What captures the cuts."""
+        return self._engine
 
     # --- cuts
 
@@ -296,6 +302,11 @@ class Background:
         else:
             if one.was_raised:
                 return
+            assert result.error is not None
+            if REPLICAS in str(result.error):
+                self._engine.divide(None)
+                text = f"{result.error}. From now on each rank captures all of its state"
+                result = replace(result, error=SaveFailed(text))
             assert result.error is not None
             self._note(one.order, result.error)
             is_covered = self.attempt.recorded >= one.order.step or self.is_saving(one.order.step)

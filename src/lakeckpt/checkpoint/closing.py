@@ -2,14 +2,14 @@
 
 At a good end, the last cut is saved, and all saves are waited for. After an exception nothing is saved. The other ranks
 hear which of the two it was, so that none of them waits for this one. `Closing` is the part of the manager that does
-so; it starts no threads.
+so, and makes its other saves, too; it starts no threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from lakeckpt.checkpoint.async_save import Background
 from lakeckpt.checkpoint.consumed.watch import Watch
@@ -19,6 +19,7 @@ from lakeckpt.checkpoint.preemption.preemption import Preempted, Preemption
 from lakeckpt.checkpoint.presence.presence import Presence
 from lakeckpt.checkpoint.report import Reporter
 from lakeckpt.checkpoint.sync_save import Saver
+from lakeckpt.counters import RunCounters
 from lakeckpt.errors import ConfigError
 from lakeckpt.tracking.exchange import Exchange
 
@@ -30,7 +31,9 @@ class Closing:
 
     _aftermath: Aftermath
     _closed: bool
+    _counters: RunCounters
     _exchange: Exchange
+    _metric: Any
     _preemption: Preemption
     _presence: Presence
     _reporter: Reporter
@@ -102,6 +105,18 @@ class Closing:
                 else:
                     self._saves.stop(failure, at_exit=error is None)
             self._close(well=failure is None)
+
+    def _save(self, saves: Saver | Background, *, sync: bool) -> None:
+        """Save the last cut. ``sync``: wait for it, and raise what it raises."""
+        try:
+            saves.save(self._step, self._metric, patient=sync)
+        except Exception:
+            self._counters.failed += 1
+            raise
+        if sync:
+            saves.wait()
+        self._reporter.report(saves.results(), wanted=self._step if sync else None)
+        self._presence.saved(self._reporter.saved_step)
 
     def _save_last(self) -> None:
         """Save the last cut if it is not saved, on all ranks or on none, and wait for all saves."""

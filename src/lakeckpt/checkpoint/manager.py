@@ -38,7 +38,7 @@ from lakeckpt.checkpoint.copying.by_ranks import copy_by_ranks
 from lakeckpt.checkpoint.faults.aftermath import Aftermath
 from lakeckpt.checkpoint.format.keep import Keep, held_metric
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
-from lakeckpt.checkpoint.opening import open_saves, opened, place_of
+from lakeckpt.checkpoint.opening import open_saves, opened, place_of, replica_facts, settle
 from lakeckpt.checkpoint.outage import Outage
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Settings
@@ -77,6 +77,8 @@ class CheckpointManager(Closing):
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
         peers: None: while a job of several nodes restores, its nodes read from each other's memory what they lack
             (docs/how-to/several-nodes.md). False: no socket is opened for that.
+        perceive: with ``capture_every``, a rank that is stuck after another rank of its node has died is killed, so
+            that the launcher need not wait for it (docs/how-to/faults.md). False: it is left alone.
         bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. Each
             checkpoint records how long ranks waited, and which share of the bytes moved meanwhile.
         backups: copies of the run that its agent keeps at other places, as `lakeckpt copy` does (`lakeckpt.Backup`).
@@ -102,6 +104,8 @@ class CheckpointManager(Closing):
             ``"stop"``: `restore` raises `CrashLoop`, which names the rows; ``"exclude"``: the micro-batch leaves the
             deal, on record, and training goes on (docs/how-to/faults.md).
         max_excluded: so many micro-batches of the run are excluded at most.
+        watch_faults: a TOML file with rows of your own, which explain faults by their codes and texts before the
+            library's table does (docs/how-to/faults.md).
 
     Collective over the ranks: construction, `restore`, `save`, leaving the ``with``, and those `step` at which a save
     falls.
@@ -116,6 +120,7 @@ class CheckpointManager(Closing):
         capture_every: int | None = None,
         arenas: str | PathLike[str] | None = None,
         peers: Literal[False] | None = None,
+        perceive: bool = True,
         bubbles: Bubbles | None = None,
         backups: Collection[Backup] = (),
         keep: int | Keep = 3,
@@ -132,10 +137,11 @@ class CheckpointManager(Closing):
         exclusive: bool = False,
         on_crash_loop: Literal["stop", "exclude"] = "stop",
         max_excluded: int = 3,
+        watch_faults: str | PathLike[str] | None = None,
     ) -> None:
         self._objects = checked_state(state)
         fail_after_s = check_settings(fail_after, timeout_s)
-        check_capturing(capture_every, arenas, bubbles, peers)
+        check_capturing(capture_every, arenas, bubbles, peers, perceive)
         every = interval_of(persist_every)
         self._storage = opened(uri, storage_options)
         self._exchange, self._waiter = self._talk(
@@ -144,11 +150,11 @@ class CheckpointManager(Closing):
         check_topology(self._exchange, rank, world_size)
         self._capture_every, captures = capture_every, capture_every is not None
         copies = checked_backups(backups, capture_every)
-        given = (self._storage, uri, storage_options or {}, arenas, copies)
+        given = (self._storage, uri, storage_options or {}, arenas, copies, perceive)
         self._place = place_of(*given) if captures else None
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
         most = checked_crash_loop(on_crash_loop, max_excluded)
-        self._aftermath = Aftermath(self._storage, self._exchange, arenas, captures=captures, max_excluded=most)
+        self._aftermath = Aftermath(self._storage, self._exchange, arenas, captures, most, watch_faults)
         self._bubbles = bubbles
         self._saves: Saver | Background | None = None
         self._settings = Settings(keep=keep if isinstance(keep, Keep) else Keep(last=keep), timeout_s=timeout_s)
@@ -258,7 +264,9 @@ class CheckpointManager(Closing):
             copies=None if source is None else partial(copy_by_ranks, opened(source, source_options), *own),
         ).restore(self._presence)
         # If one rank cannot begin, none does: the others would wait for it at the first save.
-        note_sharing(Together(self._exchange).do(lambda: self._begin(done, attempt)), self._tracks)
+        tally = Together(self._exchange).do(lambda: self._begin(done, attempt))
+        note_sharing(tally, self._tracks)
+        settle(self._saves, tally, self._place, attempt, self._exchange)
         self._preemption.start(done, has_agent=self._place is not None)
         note_begun(done, self._aftermath.page)
         return done
@@ -287,7 +295,9 @@ class CheckpointManager(Closing):
         self._uncount = RUNS.follow(self, self._counters)
         self._aftermath.trains(done, self._tracks)
         self._counters.faults = self._aftermath.causes
-        return sharing_facts(objects, self._tracks, self._exchange.world_size)
+        return replica_facts(self._saves, self._exchange) | sharing_facts(
+            objects, self._tracks, self._exchange.world_size
+        )
 
     def step(self, batch: Any = None, *, metric: float | None = None) -> None:
         """Count an optimizer step, and save if the policy says so. Call it on every rank after each optimizer step,
@@ -387,17 +397,6 @@ class CheckpointManager(Closing):
         """
         if self._saves is not None:
             self._saves.fence()
-
-    def _save(self, saves: Saver | Background, *, sync: bool) -> None:
-        try:
-            saves.save(self._step, self._metric, patient=sync)
-        except Exception:
-            self._counters.failed += 1
-            raise
-        if sync:
-            saves.wait()
-        self._reporter.report(saves.results(), wanted=self._step if sync else None)
-        self._presence.saved(self._reporter.saved_step)
 
     def __repr__(self) -> str:
         return f"CheckpointManager({describe(self._storage)!r}, {sorted(self._objects)}, step={self._step})"

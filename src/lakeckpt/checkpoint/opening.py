@@ -11,12 +11,14 @@ import logging
 import os
 import warnings
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import Generations, digest_of_run, identity_of
 from lakeckpt.checkpoint.agent.link import LINGER_S, AgentLink
 from lakeckpt.checkpoint.agent.orders import Hello
+from lakeckpt.checkpoint.arena.dividing import division_of, facts_of_node, nodes_of_replicas
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.async_save import Background
@@ -35,11 +37,11 @@ from lakeckpt.lake.storage.base import Storage
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.lake.storage.open import open_storage
 from lakeckpt.tracking.exchange import Exchange
-from lakeckpt.tracking.tally import name_ranks, ranks_of
+from lakeckpt.tracking.tally import Tally, name_ranks, ranks_of
 from lakeckpt.tracking.waiting import Waiter
 from lakeckpt.wire.envelope import dumps
 
-__all__ = ["Place", "open_saves", "opened", "place_of"]
+__all__ = ["Place", "open_saves", "opened", "place_of", "replica_facts", "settle"]
 
 
 _LOG = logging.getLogger("lakeckpt")
@@ -48,13 +50,14 @@ _LOG = logging.getLogger("lakeckpt")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a run lies: ``storage``, and how another process opens it; where its captures lie, ``arenas``; and which
-    ``backups`` are made of it."""
+    ``backups`` are made of it. ``perceives``: agents end trainers that are stuck after a death."""
 
     storage: Storage
     uri: str
     storage_options: Mapping[str, Any]
     arenas: ArenaFolder
     backups: tuple[Backup, ...] = ()
+    perceives: bool = True
 
 
 def opened(uri: object, storage_options: Mapping[str, Any] | None) -> Storage:
@@ -72,11 +75,19 @@ def place_of(
     storage_options: Mapping[str, Any],
     arenas: str | os.PathLike[str] | None,
     backups: Collection[Backup] = (),
+    perceives: bool = True,
 ) -> Place:
     """Return where a run lies that the user has named by ``uri``. `ConfigError` if another process cannot open it."""
-    folder = ArenaFolder(arenas)
+    place = Place(
+        storage=storage,
+        uri="",
+        storage_options={},
+        arenas=ArenaFolder(arenas),
+        backups=tuple(backups),
+        perceives=perceives,
+    )
     if isinstance(storage, LocalStorage):
-        return Place(storage=storage, uri=storage.name, storage_options={}, arenas=folder, backups=tuple(backups))
+        return replace(place, uri=storage.name)
     if isinstance(uri, Storage):
         raise ConfigError(
             f"capture_every needs the URL of the run, and got {uri!r}: the agent, a process of its own, opens the "
@@ -90,7 +101,7 @@ def place_of(
             f"with capture_every, storage_options go to the agent, a process of its own, and must be plain values: "
             f"{error}. Give credentials by the environment or a file, or save synchronously, without capture_every"
         ) from error
-    return Place(storage=storage, uri=os.fspath(uri), storage_options=options, arenas=folder, backups=tuple(backups))
+    return replace(place, uri=os.fspath(uri), storage_options=options)
 
 
 def open_saves(
@@ -170,17 +181,16 @@ def _open_agent(
             arenas=place.arenas.path,
             linger_s=LINGER_S,
             backups=tuple(map(asdict, place.backups)) if exchange.rank == 0 else (),
+            perceives=place.perceives,
         )
     )
-    generations = _generations(exchange.world_size)
-    _say_memory(objects, place.arenas, identity, exchange, generations=generations)
     engine = CaptureEngine(
         objects,
         identity,
         folder=place.arenas,
         step=step,
         gate=gate,
-        generations=generations,
+        generations=_generations(exchange.world_size),
         counters=counters,
         ranks_here=len(exchange.neighbours),
     )
@@ -202,15 +212,38 @@ def _warn_of_others(objects: Mapping[str, Any]) -> None:
         warnings.warn(text, CaptureWarning, stacklevel=2)
 
 
-def _say_memory(
-    objects: Mapping[str, Any], folder: ArenaFolder, identity: ArenaIdentity, exchange: Exchange, *, generations: int
+def replica_facts(saves: Saver | Background | None, exchange: Exchange) -> dict[str, str]:
+    """Return this rank's facts for `settle`: the ranks of its node, and what ranks that are alike have in common."""
+    if isinstance(saves, Background) and len(exchange.neighbours) > 1:
+        with suppress(Exception):  # what cannot be captured is refused at the first cut
+            return facts_of_node(exchange.neighbours, saves.engine.planner.replica())
+    return {}
+
+
+def settle(
+    saves: Saver | Background | None, tally: Tally, place: Place | None, attempt: Attempt, exchange: Exchange
 ) -> None:
-    """Say on one rank of each node how much memory captures take there: a warning if it is not there."""
-    ranks = exchange.neighbours
+    """Let replicas divide what they capture, if all ranks are alike by the `replica_facts` of all, and say how much
+    memory it takes."""
+    if not isinstance(saves, Background) or place is None:
+        return
+    nodes = nodes_of_replicas(tally)
+    division = division_of(nodes, exchange.rank) if len(nodes) == exchange.world_size else None
+    saves.engine.divide(division)
+    digest = digest_of_run(attempt.run, place.storage)
+    identity = identity_of(digest, rank=exchange.rank, world_size=exchange.world_size)
+    state_bytes = estimated_bytes(saves.engine.objects.values()) // (1 if division is None else division.count)
+    _say_memory(state_bytes, place.arenas, identity, exchange)
+
+
+def _say_memory(state_bytes: int, folder: ArenaFolder, identity: ArenaIdentity, exchange: Exchange) -> None:
+    """Say on one rank of each node how much memory captures take there: a warning if it is not there. ``state_bytes``:
+    what a rank is expected to capture."""
+    ranks, generations = exchange.neighbours, _generations(exchange.world_size)
     if exchange.rank != ranks[0]:
         return
     every = (one.size_bytes for one in folder.found() if one.identity is not None and _is_like(one.identity, identity))
-    size_bytes = max(every, default=0) or generations * estimated_bytes(objects.values())
+    size_bytes = max(every, default=0) or generations * state_bytes
     room_bytes = folder.room_bytes(identity.run)
     _LOG.log(
         logging.INFO if len(ranks) * size_bytes <= room_bytes else logging.WARNING,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 
 from lakeckpt.checkpoint.faults.records import faults_of
 from lakeckpt.checkpoint.ledger.audit import read_run
@@ -10,6 +11,7 @@ from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_ti
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 from lakeckpt.recovery.account import Account
 from lakeckpt.recovery.faults import PHASES, Fault
+from lakeckpt.watch.explicit import fault_table, normalized, text_id
 
 __all__ = ["add_arguments", "run", "say_account"]
 
@@ -17,18 +19,31 @@ __all__ = ["add_arguments", "run", "say_account"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lakeckpt faults``."""
     add_run_arguments(parser)
+    parser.add_argument(
+        "--watch-faults",
+        metavar="FILE",
+        default="",
+        help="rows of your own, which explain faults before the table does",
+    )
+    parser.add_argument(
+        "--unknown", action="store_true", help="list the texts that no row explains, normalized and counted"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the faults. Returns 0, whatever they are."""
     storage, place = open_run(args)
-    faults, account = faults_of(storage, read_run(storage))
+    table = fault_table(args.watch_faults) if args.watch_faults else None
+    faults, account = faults_of(storage, read_run(storage), table)
+    if args.unknown:
+        return _say_unknown(faults, as_json=args.json)
     if args.json:
         print_json({"faults": [one.to_plain() for one in faults], "account": account.to_plain()})
         return 0
     print(f"{place}: {format_count(len(faults), 'fault')}")
     if faults:
         print(_table(faults))
+        print(_remedies(faults))
         print(_phases(faults))
     print(say_account(account))
     return 0
@@ -56,6 +71,30 @@ def _table(faults: list[Fault]) -> TextTable:
     return table
 
 
+def _remedies(faults: list[Fault]) -> TextTable:
+    table = TextTable(">attempt", "because", "restart", "what to do", title="\nCauses and remedies")
+    for one in faults:
+        says = one.first.explicit
+        rest = (says.restart, says.remedy) if says else ("-", "no row knows it: see --unknown")
+        table.add_row(one.first.attempt, one.first.because, *rest)
+    return table
+
+
+def _say_unknown(faults: list[Fault], *, as_json: bool) -> int:
+    texts = [
+        normalized(one.first.evidence) for one in faults if one.first.explicit is None or not one.first.explicit.is_sure
+    ]
+    counts = Counter(filter(None, texts)).most_common()
+    if as_json:
+        print_json({"unknown": [{"id": text_id(text), "count": count, "text": text} for text, count in counts]})
+        return 0
+    table = TextTable(">count", "id", "text", title="Texts that no row explains")
+    for text, count in counts:
+        table.add_row(count, text_id(text), text)
+    print(table if counts else "Each fault with a text is explained by a row.")
+    return 0
+
+
 def _phases(faults: list[Fault]) -> TextTable:
     table = TextTable(">attempt", *(f">{name}" for name in PHASES), ">steps again", title="\nSeconds of each phase")
     for one in faults:
@@ -70,7 +109,8 @@ def say_account(account: Account) -> str:
         f"perception {account.perception_s:.1f}, scheduling {account.scheduling_s:.1f}, initialization "
         f"{account.initialization_s:.1f}, recompute {account.recompute_s:.1f}, blocked by saving {account.saving_s:.1f}"
     )
+    causes = ", ".join(f"{cause} {count}" for cause, count in account.causes.items())
     return (
         f"Effective training time: {100 * account.effective:.2f} % of {account.elapsed_s:,.0f} s. Invalid: "
-        f"{account.invalid_s:.1f} s ({parts})"
+        f"{account.invalid_s:.1f} s ({parts}){'. Causes: ' + causes if causes else ''}"
     )

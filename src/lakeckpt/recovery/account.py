@@ -7,8 +7,10 @@ The effective training time is the rest. The module is pure: it reads the faults
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from lakeckpt.recovery.faults import Fault
 
@@ -32,6 +34,8 @@ class Account:
     """Steps that were done again."""
     saving_s: float = 0.0
     """For how long saves have held up the training threads of attempts that ended by a fault."""
+    causes: Mapping[str, int] = field(default_factory=dict)
+    """Cause → how many faults; the causes are those of explicit faults, as far as the table knows them."""
 
     @property
     def invalid_s(self) -> float:
@@ -44,7 +48,7 @@ class Account:
         """The effective training time, as a share of all; 1.0 if no time has passed."""
         return 1.0 - self.invalid_s / self.elapsed_s if self.elapsed_s > 0 else 1.0
 
-    def to_plain(self) -> dict[str, float]:
+    def to_plain(self) -> dict[str, Any]:
         """Return JSON-able values."""
         plain = {one.name: getattr(self, one.name) for one in fields(self)}
         return {**plain, "invalid_s": self.invalid_s, "effective": self.effective}
@@ -61,4 +65,5 @@ def account_of(faults: Sequence[Fault], *, elapsed_s: float) -> Account:
         initialization_s=sum(one.phases.get(name, 0.0) for one in faults for name in initial),
         recompute_s=sum(one.steps_again * one.first.step_s for one in faults),
         saving_s=sum(one.first.stalled_s for one in faults),
+        causes=dict(Counter(one.first.because for one in faults).most_common()),
     )

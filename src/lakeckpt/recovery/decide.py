@@ -50,7 +50,8 @@ class Source:
 class Decision:
     """The ``cut`` in memory that all ranks restore; None: a checkpoint is restored.
 
-    ``digest``: of the cut, as in a `Holding`. ``world``: how many ranks captured it. ``is_alike``: all their shares
+    ``digest``: of the cut, as in a `Holding`. ``world``: how many ranks captured it. ``is_divided``: the replicas of
+    each node have divided the state, and each rank reads of all shares what it needs. ``is_alike``: all their shares
     have one id. ``copies``: rank → the rank whose share stands for its own, if not all are alike. ``away``: rank → the
     other nodes from which its share is read, if a node that needs the share does not hold it; or the node that has what
     the rank captured itself. ``spares``: other nodes that hold a share, if all are alike. ``passed_over``: the newer
@@ -60,6 +61,7 @@ class Decision:
     cut: CutId | None = None
     digest: bytes = b""
     world: int = 0
+    is_divided: bool = False
     is_alike: bool = False
     copies: Mapping[int, int] = field(default_factory=dict)
     away: Mapping[int, tuple[Source, ...]] = field(default_factory=dict)
@@ -74,7 +76,7 @@ class Decision:
     def reads(self, rank: int, world_size: int, held: Collection[int]) -> dict[int, tuple[Source, ...]]:
         """Return the shares that ``rank`` of ``world_size`` reads, by the rank whose share each is, and where it reads
         each, the best source first. Its node holds the shares of the ranks ``held``."""
-        if self.world == world_size:
+        if self.world == world_size and not self.is_divided:
             stand_ins = sorted(held) if self.is_alike else [self.copies.get(rank, rank)]
             here = [one for one in dict.fromkeys([rank, *stand_ins]) if one in held]
             return {rank: (*(Source(rank=one) for one in here), *self._elsewhere(rank, rank))}
@@ -159,7 +161,8 @@ def _restorable(held: Sequence[tuple[int, Holding]], nodes: Sequence[NodeFacts],
     if len(found) == 1:
         return found[0]
     ranks = (_named(rank for _, one in several for rank in one.ranks) for several in versions.values())
-    return f"the ranks had different states of readers: {', others than '.join(ranks)}"
+    what = "replicas that had drifted apart" if any(one.divided for _, one in held) else "different states of readers"
+    return f"the ranks had {what}: {', others than '.join(ranks)}"
 
 
 class _Shares:
@@ -170,6 +173,7 @@ class _Shares:
         self._on: list[dict[int, bytes]] = [{} for _ in nodes]
         for at, one in held:
             self._on[at].update(one.by_rank)
+        self._is_divided = any(one.divided for _, one in held)
         lists = _lists_of(world, held, nodes)
         self._keys = _keys_of(world, self._on, lists)
         self._holders: defaultdict[Hashable, list[tuple[int, int]]] = defaultdict(list)
@@ -177,13 +181,14 @@ class _Shares:
             for rank in sorted(here):
                 self._holders[self._keys[rank]].append((at, rank))
         keys = set(self._keys.values())
-        self._is_alike = len(keys) == 1 and (world > 1 or not isinstance(next(iter(keys)), int))
+        is_alike = len(keys) == 1 and (world > 1 or not isinstance(next(iter(keys)), int))
+        self._is_alike = is_alike and not self._is_divided
 
     def read_by(self, world_size: int) -> Decision | str:
         """Return how all of ``world_size`` ranks read these shares; or why some rank cannot."""
         if lost := [rank for rank in range(self._world) if self._keys[rank] not in self._holders]:
             return f"no node holds what {_named(lost)} captured, and no replica of it is known"
-        is_same = world_size == self._world
+        is_same = world_size == self._world and not self._is_divided
         first = {key: several[0][1] for key, several in self._holders.items()}
         copies = {} if is_same or self._is_alike else {rank: first[key] for rank, key in self._keys.items()}
         away: dict[int, tuple[Source, ...]] = {}
@@ -210,7 +215,14 @@ class _Shares:
         if unseen := set(range(world_size)).difference(*(node.ranks for node in self._nodes)):
             return f"{_named(unseen)} stated nothing of a node"
         copies = {rank: other for rank, other in copies.items() if rank != other}
-        return Decision(world=self._world, is_alike=self._is_alike, copies=copies, away=away, spares=spares)
+        return Decision(
+            world=self._world,
+            is_divided=self._is_divided,
+            is_alike=self._is_alike,
+            copies=copies,
+            away=away,
+            spares=spares,
+        )
 
     def _owners(self) -> dict[int, tuple[Source, ...]]:
         """Return rank → a node that serves what the rank has captured itself."""

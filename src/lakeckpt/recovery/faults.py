@@ -1,22 +1,24 @@
 """This module defines the faults of a job: the notes that dying ranks leave, and what an attempt lost by a fault.
 
 A rank that dies leaves a `FaultNote`: why, where, and what it was doing. One fault ends all ranks of an attempt, and
-most of their notes name symptoms: a connection that was closed, a SIGTERM of the launcher. `first_cause` picks the note
-of the fault itself. The next attempt joins it with what the fault cost, as a `Fault`, and writes it into the log. The
-module is pure: it defines values and their documents.
+most of their notes name symptoms: a connection that was closed, a SIGTERM of the launcher. The table of explicit faults
+(`lakeckpt.watch.explicit`) tells symptoms from causes, and `first_cause` picks the note of the fault itself. The next
+attempt joins it with what the fault cost, as a `Fault`, and writes it into the log. The module defines values and their
+documents, and reads nothing but the table.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from lakeckpt.watch.explicit import Explicit, FaultTable, fault_table
 from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
 __all__ = [
+    "BY_AGENT",
     "PHASES",
     "BatchAt",
     "Cause",
@@ -25,6 +27,7 @@ __all__ = [
     "Phases",
     "Tier",
     "cut_off",
+    "explained",
     "first_cause",
     "notes_from_text",
     "notes_to_text",
@@ -40,13 +43,8 @@ PHASES: tuple[Phases, ...] = ("perceived", "processes", "imports", "group", "dec
 Tier = Literal["memory", "other nodes", "storage", "nothing"]
 """Where the next attempt read its state: from the memory of nodes, that of other nodes too, or from storage."""
 _MOST_CHARACTERS = 1000
+_ORDERS = frozenset(("preempted", "time limit"))
 
-_SYMPTOM_TYPES = ("MissingRanksError", "DistBackendError", "DistNetworkError", "DistStoreError")
-_SYMPTOM = re.compile(
-    r"connection (closed|reset|refused)|broken pipe|remote process exited|has stopped: |no pair|ncclRemoteError"
-    r"|timed out waiting|socket timeout|the store over which the ranks",
-    re.IGNORECASE,
-)
 _STORAGE_TYPES = frozenset(
     [
         "StorageError",
@@ -61,8 +59,8 @@ _STORAGE_TYPES = frozenset(
         "RunInUse",
     ]
 )
-_BY_ORDER = frozenset(("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"))
-_INTERRUPTS = frozenset(("KeyboardInterrupt", "SystemExit", "Preempted"))
+BY_AGENT = "SIGKILL by its agent"
+"""What ends a rank that is stuck after another one has died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +108,8 @@ class FaultNote:
     """Seconds of a step on average; 0 if that is not known."""
     stalled_s: float = 0.0
     """For how long saves have held up its training thread in this attempt."""
+    explicit: Explicit | None = None
+    """What the table of explicit faults says of it; None: no row knows it."""
 
     @property
     def name(self) -> str:
@@ -121,20 +121,32 @@ class FaultNote:
         return f"{self.cause} {self.what}".strip()
 
     @property
+    def evidence(self) -> str:
+        """What it named, and its text, in one."""
+        return ": ".join(filter(None, (self.what, self.text)))
+
+    @property
+    def because(self) -> str:
+        """The cause that the table of explicit faults names; else `cause`."""
+        return self.cause if self.explicit is None else self.explicit.cause
+
+    @property
     def is_symptom(self) -> bool:
-        """True if another rank's death is the cause."""
-        if self.cause != "exception":
-            return False
-        return self.what.rpartition(".")[2] in _SYMPTOM_TYPES or bool(_SYMPTOM.search(self.text))
+        """True if another fault, or the order of a launcher or of a person, is the cause."""
+        return self.explicit is not None and self.explicit.role == "cascade"
+
+    @property
+    def blames_node(self) -> bool:
+        """True if its node is to be avoided."""
+        return self.explicit is not None and self.explicit.restart == "avoid node"
 
     @property
     def is_own(self) -> bool:
-        """True if it counts as a death of the rank's own: by an exception or a signal. Not so: a signal by which a
-        person or a scheduler ends processes, a lost node, and what storage refused."""
-        if self.cause in ("exception", "out of memory"):
-            last = self.what.rpartition(".")[2]
-            return not (self.is_symptom or last in _STORAGE_TYPES or last in _INTERRUPTS)
-        return self.cause in ("exit", "hang") or (self.cause == "signal" and self.what not in _BY_ORDER)
+        """True if it counts as a death of the rank's own: by an exception, a signal or an exit. Not so: a symptom, an
+        order of a scheduler, a lost node, and what storage refused."""
+        if self.cause in ("lost node", "unknown") or self.is_symptom or self.because in _ORDERS:
+            return False
+        return self.what.rpartition(".")[2] not in _STORAGE_TYPES
 
     def to_bytes(self) -> bytes:
         """Return the document of the note."""
@@ -145,6 +157,21 @@ class FaultNote:
         """Return the note in a document of `to_bytes`. Raises `WireError`."""
         found: FaultNote = from_plain(cls, loads(data, kind=_KIND, supported=_VERSION), "the note of a fault")
         return found
+
+
+def explained(note: FaultNote, table: FaultTable | None = None) -> FaultNote:
+    """Return the note with what the ``table`` (default: the library's own) says of it."""
+    rows = table or fault_table()
+    if note.cause == "exit":
+        status = note.what.removeprefix("status ")
+        found = rows.explain(note.text, exit=int(status) if status.isdigit() else None, died=True)
+    elif note.cause == "out of memory" and note.what.startswith("SIG"):
+        found = rows.explain(f"{note.cause}: {note.evidence}", died=True)
+    elif note.cause == "signal":
+        found = rows.explain(note.evidence, signal=note.what, died=True)
+    else:
+        found = None if note.cause in ("lost node", "hang") else rows.explain(note.evidence, died=True)
+    return replace(note, explicit=found)
 
 
 def cut_off(text: object) -> str:
@@ -182,6 +209,7 @@ class Fault:
             "cause": note.cause,
             "what": note.what,
             "text": note.text,
+            "explicit": None if note.explicit is None else to_plain(note.explicit),
             "rank": note.rank,
             "node": note.node,
             "step": note.step,
@@ -226,11 +254,11 @@ def first_cause(notes: Collection[FaultNote], *, missing: Sequence[int] = ()) ->
 
 
 def _order(note: FaultNote) -> int:
-    if note.is_symptom:
-        return 3
     if note.is_own:
         return 0
-    return 2 if note.cause == "signal" else 1
+    if note.cause == "signal":
+        return 2
+    return 3 if note.is_symptom else 1
 
 
 def notes_to_text(notes: Iterable[FaultNote]) -> str:

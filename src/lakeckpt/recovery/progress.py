@@ -129,10 +129,10 @@ def _poison(deaths: Sequence[FaultNote]) -> BatchAt | None:
 
 def _bad_node(deaths: Sequence[FaultNote]) -> str:
     """Return the node on which most of the last deaths lie; empty if none stands out. An exception of Python is the
-    script's, not the node's."""
+    script's, not the node's, unless its text names a fault of the node."""
     last = deaths[-_OF_LAST:]
     for node in {one.node for one in last if one.node}:
         there = [one for one in last if one.node == node]
-        if len(there) >= _ON_NODE and all(one.cause != "exception" for one in there):
+        if len(there) >= _ON_NODE and all(one.cause != "exception" or one.blames_node for one in there):
             return node
     return ""

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-__all__ = ["PAGE_BYTES", "Beat", "Page", "Phase", "ReaderBeat", "process_start", "read_page"]
+__all__ = ["PAGE_BYTES", "Beat", "Page", "Phase", "ReaderBeat", "process_start", "process_state", "read_page"]
 
 PAGE_BYTES = 4096
 _MAGIC = 0x6C6B_6265_6174_0001
@@ -243,9 +243,21 @@ def read_page(path: str) -> Page | None:
 
 def process_start(pid: int) -> int | None:
     """Return when a process of this machine began, in ticks since the machine did; None if it does not live."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in ("Z", "X") else int(fields[19])
+
+
+def process_state(pid: int) -> str:
+    """Return the state of a process as the kernel writes it, such as ``R``, or ``T`` if a signal has stopped it; empty
+    if there is none."""
+    fields = _stat(pid)
+    return "" if fields is None else fields[0]
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Return the words that the kernel says of a process behind its name."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])

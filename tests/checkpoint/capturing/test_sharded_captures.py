@@ -32,7 +32,7 @@ def captured(rank: int, world_size: int, folder: str) -> None:
         objects["optimizer"].step()  # fences
         engine.wait()
         assert_same(kept_state(arenas, step), expected)
-        late_bytes = sum(one.nbytes for one in engine._planner.late.values())
+        late_bytes = sum(one.nbytes for one in engine.planner.late.values())
         assert late_bytes > 0.9 * sum(map(len, expected[1].values())), "most of it is copied beside training"
     engine.close()
 

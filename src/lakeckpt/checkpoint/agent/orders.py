@@ -45,7 +45,7 @@ class Hello:
 
     ``digest`` identifies the run on this node, ``arenas`` is the folder of the arenas. ``linger_s``: how much longer
     than a save the final save waits for the agents of other ranks, whose trainers may die later. ``backups``: those
-    that this agent makes, the fields of each.
+    that this agent makes, the fields of each. ``perceives``: end a trainer that is stuck after a death.
     """
 
     uri: str
@@ -58,6 +58,7 @@ class Hello:
     arenas: str
     linger_s: float
     backups: tuple[Mapping[str, Any], ...] = ()
+    perceives: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

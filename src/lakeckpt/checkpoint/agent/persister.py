@@ -379,5 +379,6 @@ def _staged(contents: Contents, order: Order) -> StagedCut:
         readers={name: pending_from_bytes(data) for name, data in contents.documents.readers.items()},
         metric=order.metric,
         waits=order.waits,
+        sums=contents.documents.sums,
         intact=contents.verify,
     )

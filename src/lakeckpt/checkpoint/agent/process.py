@@ -6,7 +6,8 @@ ends a save under way. The kernel reports the trainer's death through a pidfd of
 Linux 5.3), the agent relies on the end of its standard input, which a forked loader worker may delay.
 
 The main thread persists, and takes the checksums of cuts (`persister`). One thread reads orders, and ends with the
-process; another one makes backups. After the last save the agent removes the arena, if everything in it is in storage.
+process; another one makes backups, and a third one ends a trainer that is stuck (`lakeckpt.checkpoint.faults.mates`).
+After the last save the agent removes the arena, if everything in it is in storage.
 Imports without torch.
 """
 
@@ -30,6 +31,7 @@ from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.copying.backups import Backup, Backups
 from lakeckpt.checkpoint.faults.deaths import note_death
+from lakeckpt.checkpoint.faults.mates import watch_mates
 from lakeckpt.checkpoint.faults.notes import page_path
 from lakeckpt.checkpoint.persist.log import LOG
 from lakeckpt.errors import LakeckptError
@@ -96,6 +98,8 @@ def main(trainer: int) -> int:
         target=_serve, args=(messages, persister, name, noting), name="lakeckpt-orders", daemon=True
     )
     serving.start()
+    if begin.perceives and trainer >= 0:
+        watch_mates(page, begin.attempt.number, trainer, log=lambda text: _log(f"{name}: {text}"))
     persister.run()
     serving.join(_DEATH_S)
     backups.finish()

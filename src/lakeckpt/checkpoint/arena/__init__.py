@@ -12,6 +12,6 @@
                                                      ^
                                     agent → [checksums]: taken behind the copy
 
-    [holdings]: which cuts a node holds, and whose shares of them.
-    [markers]: a launcher's job has begun a run at a place.
+    [holdings]: which cuts a node holds, and whose shares of them. [dividing]: which share a replica captures.
+    [drift]: replicas that have drifted apart. [markers]: a launcher's job has begun a run at a place.
 """

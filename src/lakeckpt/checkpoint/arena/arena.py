@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Self
 
 from lakeckpt.checkpoint.arena.filling import Filling, checksum
-from lakeckpt.checkpoint.arena.layout import SUPERBLOCK_BYTES, ArenaLayout, DataChecksums, GenerationRecord
+from lakeckpt.checkpoint.arena.layout import DataChecksums, GenerationRecord, layout_in
 from lakeckpt.checkpoint.arena.locks import FileLocks
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES
 from lakeckpt.errors import ArenaDamaged, ArenaError, WireError
@@ -51,7 +51,7 @@ class Arena:
         self._descriptor = descriptor
         self._locks = FileLocks(descriptor)
         try:
-            self.layout = _layout_of(descriptor, name)
+            self.layout = layout_in(descriptor, name)
             self._writer = self.layout.generations
             if writes and not self._locks.take(self._writer):
                 raise ArenaError(f"the arena {name!r} is filled by another process: let it end first")
@@ -394,14 +394,3 @@ def _mapped(descriptor: int, size_bytes: int, name: str, *, writes: bool) -> mma
             os.close(another)
     except OSError as error:
         raise ArenaError(f"the arena {name!r} cannot be mapped: {error.strerror}") from error
-
-
-def _layout_of(descriptor: int, name: str) -> ArenaLayout:
-    try:
-        layout = ArenaLayout.from_bytes(os.pread(descriptor, SUPERBLOCK_BYTES, 0))
-    except WireError as error:
-        raise ArenaDamaged(f"the file {name!r} is no arena that this lakeckpt can read: {error}") from error
-    size_bytes = os.fstat(descriptor).st_size
-    if size_bytes != layout.size_bytes:
-        raise ArenaDamaged(f"the arena {name!r} has {size_bytes} bytes and its superblock names {layout.size_bytes}")
-    return layout

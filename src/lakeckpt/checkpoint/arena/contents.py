@@ -6,6 +6,10 @@
     table      a document of its own: key, dtype, shape and place of every tensor. The same for all cuts of a plan, so
                that it is made once
     readers    name → the record of a reader at the cut, opaque here
+    sums       key → the sum of a tensor that the replicas of a node divide (`lakeckpt.checkpoint.arena.dividing`), as
+               this rank has it; only if the cut is saved
+    samples    8 bytes for each tensor that replicas divide, in the order of keys: equal on ranks that have sampled the
+               same at the cut (`lakeckpt.checkpoint.arena.drift`)
     shares     the list of the shares of all ranks (`lakeckpt.recovery.shares`), if it is known
     frozen     key → how often a tensor that captures may skip was changed, as torch counts it; only if none was skipped
 
@@ -99,6 +103,8 @@ class GenerationDocuments:
     trees: Mapping[str, bytes]
     table: TensorTable
     readers: Mapping[str, bytes] = field(default_factory=dict)
+    sums: Mapping[str, bytes] = field(default_factory=dict)
+    samples: bytes = b""
     shares: bytes = b""
     frozen: Mapping[str, Count] = field(default_factory=dict)
 

@@ -52,10 +52,11 @@ class Filling:
         documents: bytes,
         shares: bytes = b"",
         kept: KeptLeaves | None = None,
+        divided: bool = False,
     ) -> GenerationRecord:
         """Make the generation the complete one of ``cut``, which has this ``digest`` (16 bytes). Nobody writes to its
         data any more. ``shares``: the digest of the list of shares in the documents. ``kept``: the leaves that lay
-        there before.
+        there before. ``divided``: it is a share of what the node's replicas have divided.
 
         Raises `ArenaDamaged` if ``documents`` are larger than the arena has room for, and abandons the generation.
         """
@@ -72,6 +73,7 @@ class Filling:
             digest=digest,
             documents_bytes=len(documents),
             documents_checksum=checksum(documents),
+            divided=divided,
             shares=shares,
             kept=kept,
         )

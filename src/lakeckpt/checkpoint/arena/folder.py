@@ -52,6 +52,7 @@ class ArenaInfo:
     steps: tuple[int, ...] = ()
     cuts: Mapping[CutId, bytes] = field(default_factory=dict)
     listed: Mapping[CutId, bytes] = field(default_factory=dict)
+    divided: frozenset[CutId] = frozenset()
     problem: str | None = None
 
 
@@ -199,6 +200,7 @@ class ArenaFolder:
                     steps=tuple(record.cut.step for record in arena.complete()),
                     cuts=arena.cuts(),
                     listed={record.cut: record.shares for record in reversed(arena.complete())},
+                    divided=frozenset(record.cut for record in arena.complete() if record.divided),
                 )
         except FileNotFoundError:
             return None

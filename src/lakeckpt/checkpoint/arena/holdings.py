@@ -45,7 +45,12 @@ def holdings_in(
         is_own = listed or not world_size or (world == world_size and whose == set(ranks))
         shares = b"" if is_own else b"".join(_share_id(folder, arenas[rank], cut) for rank in sorted(arenas))
         ranks_here = tuple(sorted(arenas))
-        every.append(Holding(cut=cut, digest=digest, world=world, ranks=ranks_here, shares=shares, listed=listed))
+        divided = any(cut in info.divided for info in arenas.values())
+        every.append(
+            Holding(
+                cut=cut, digest=digest, world=world, ranks=ranks_here, shares=shares, listed=listed, divided=divided
+            )
+        )
     return tuple(every)
 
 

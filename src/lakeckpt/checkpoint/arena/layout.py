@@ -14,21 +14,23 @@ All parts begin at multiples of 4096 bytes. Superblock, record and checksums are
 length in 8 bytes. A record, and the checksums, name the sequence number under which they are valid: what an older
 generation left, or what is torn, is not valid.
 
-The module is pure: it computes places, and reads and writes records. ``arena`` maps, locks and copies.
+The module computes places, and makes and reads records. Only `layout_in` touches a file. ``arena`` maps, locks and
+copies.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, LEAF_BYTES
 from lakeckpt.checkpoint.format.fields import Digest
-from lakeckpt.errors import WireDamaged
+from lakeckpt.errors import ArenaDamaged, WireDamaged, WireError
 from lakeckpt.recovery.facts import CutId
 from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["ArenaIdentity", "ArenaLayout", "DataChecksums", "GenerationRecord", "KeptLeaves"]
+__all__ = ["ArenaIdentity", "ArenaLayout", "DataChecksums", "GenerationRecord", "KeptLeaves", "layout_in"]
 
 PAGE = 4096
 SUPERBLOCK_BYTES = 4 * PAGE
@@ -129,13 +131,15 @@ class KeptLeaves:
 class GenerationRecord:
     """The record that makes a generation complete. ``digest``: of the cut (16 bytes), the same on every rank.
     ``shares``: of the list of shares among its documents; empty if there is none. ``kept``: the leaves that lay there
-    before; None if all were written."""
+    before; None if all were written. ``divided``: the replicas of this node have divided the state, so that a restore
+    needs the shares of all."""
 
     sequence: Count
     cut: CutId
     digest: bytes
     documents_bytes: Count
     documents_checksum: bytes
+    divided: bool = False
     shares: bytes = b""
     kept: KeptLeaves | None = None
 
@@ -169,6 +173,19 @@ class DataChecksums:
         plain = loads(_unframed(data), kind=_CHECKSUMS_KIND, supported=_CHECKSUMS_VERSION)
         found: DataChecksums = from_plain(cls, plain, "the checksums of a generation")
         return found
+
+
+def layout_in(descriptor: int, name: str) -> ArenaLayout:
+    """Return the layout that the superblock of an open file describes. Raises `ArenaDamaged` if the file, whose
+    ``name`` is for messages, is not an arena of the size that it names."""
+    try:
+        layout = ArenaLayout.from_bytes(os.pread(descriptor, SUPERBLOCK_BYTES, 0))
+    except WireError as error:
+        raise ArenaDamaged(f"the file {name!r} is no arena that this lakeckpt can read: {error}") from error
+    size_bytes = os.fstat(descriptor).st_size
+    if size_bytes != layout.size_bytes:
+        raise ArenaDamaged(f"the arena {name!r} has {size_bytes} bytes and its superblock names {layout.size_bytes}")
+    return layout
 
 
 def _pages(size_bytes: int) -> int:

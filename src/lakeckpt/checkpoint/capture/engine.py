@@ -18,20 +18,19 @@ from __future__ import annotations
 import os
 import threading
 import time
-import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
 
+from lakeckpt.checkpoint.arena.dividing import Division
+from lakeckpt.checkpoint.arena.drift import Drift
 from lakeckpt.checkpoint.arena.filling import Filling
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.bubbles.gate import Gate
-from lakeckpt.checkpoint.capture.copier import Capture, Copier, Naming, error_of
+from lakeckpt.checkpoint.capture.copier import Capture, Copier, Failures, Naming
 from lakeckpt.checkpoint.capture.fence import StepFence, captures_a_graph
 from lakeckpt.checkpoint.capture.kept import Skipped, uncounted
 from lakeckpt.checkpoint.capture.links import Link, open_link
@@ -40,14 +39,13 @@ from lakeckpt.checkpoint.capture.samples import Samples
 from lakeckpt.checkpoint.capture.slice_copier import SliceCopier
 from lakeckpt.checkpoint.capture.store import ArenaStore
 from lakeckpt.checkpoint.format.parts import SiteWaits
+from lakeckpt.checkpoint.state.tensors import sums_of
 from lakeckpt.counters import RunCounters
-from lakeckpt.errors import CaptureWarning, ConfigError, LakeckptError
+from lakeckpt.errors import ConfigError, LakeckptError
 from lakeckpt.recovery.facts import CutId
 
 __all__ = ["CaptureEngine"]
 
-_REMEMBERED = 1000
-"""The reason why a capture was dropped is kept for so many steps."""
 _SEAL_S = 1.0
 """A cut is skipped if the capture before has not ended by then. Sealing a generation takes milliseconds: this much only
 passes on a machine that gives its thread no processor."""
@@ -88,8 +86,9 @@ class CaptureEngine:
         self._counters = RunCounters() if counters is None else counters
         self._gate = Gate() if gate is None else gate
         self._links: dict[torch.device, Link] = {}
+        self._folder, self._identity = ArenaFolder() if folder is None else folder, identity
         self._store = ArenaStore(
-            ArenaFolder() if folder is None else folder,
+            self._folder,
             identity,
             step=step,
             generations=generations,
@@ -97,7 +96,8 @@ class CaptureEngine:
             ranks_here=ranks_here,
         )
         self.objects = dict(objects)
-        self._planner = Planner(self.objects, slice_bytes=slice_bytes)
+        self.planner = Planner(self.objects, slice_bytes=slice_bytes)
+        self._drift: Drift | None = None  # if replicas divide what they capture
         self._step_fence = StepFence(self.fence, self._late)
         self._linked: CapturePlan | None = None  # the plan whose devices have links
         self._documents_bytes = 0
@@ -108,9 +108,7 @@ class CaptureEngine:
         self._is_whole = False
         self.completed: int | None = None
         """The step of the newest generation that became complete here; None before the first."""
-        self._failures: deque[tuple[int | None, BaseException]] = deque()  # (step of the cut, error), not raised yet
-        self._dropped: dict[int, BaseException | None] = {}  # cuts whose capture was dropped, and what failed
-        self._warning: str | None = None
+        self._failures = Failures()
         self._changed = threading.Condition()
         self._copier = Copier()
         self._closed = False
@@ -118,6 +116,11 @@ class CaptureEngine:
         weakref.finalize(self, _release, self._process, self._step_fence, self._copier, self._store).atexit = False
 
     # --- what a manager calls
+
+    def divide(self, division: Division | None) -> None:
+        """Capture this rank's share of the state from the next cut on; None: all of it."""
+        self.planner.divide(division)
+        self._drift = None if division is None else Drift(self._folder, self._identity, division)
 
     def cut(
         self,
@@ -140,22 +143,24 @@ class CaptureEngine:
         memory, `UnannouncedChange` for a tensor that changed before its fence, `SaveFailed` for anything else. Raises
         `UnsupportedValue` for a state that cannot be captured, with its path, and `ConfigError` in a CUDA graph.
         """
-        self._settle()
+        self._failures.settle()
         if captures_a_graph():
             raise ConfigError(
                 f"the cut of step {cut.step} lies in a CUDA graph: the copies would become a part of the graph. Call "
                 "manager.step() outside of the graph"
             )
         self._fence()
+        if self._drift is not None and self._drift.is_over(cut.step):
+            self.divide(None)
         plan = self._planned()
         if must:
             self._make(plan)
             self._idle()
-            self._settle()
+            self._failures.settle()
         filling = self._begun(plan, common)
         if filling is None:
             return False
-        frozen = self._planner.unchanged()
+        frozen = self.planner.unchanged()
         skipped = self._store.kept.begin(plan, filling.number, frozen, whole=must)
         try:
             capture = Capture(
@@ -164,8 +169,10 @@ class CaptureEngine:
                 readers=readers or {},
                 plan=plan,
                 filling=filling,
-                trees=self._planner.trees(),
+                trees=self.planner.trees(),
                 named=named,
+                divided=bool(self.planner.divided),
+                sums=sums_of(self.planner.divided) if must else {},
                 skipped=skipped,
                 samples=self._samples_of(plan, frozen),
                 sample=self._samples_of(plan, frozen).take(),
@@ -179,8 +186,7 @@ class CaptureEngine:
         except BaseException:
             filling.abandon()
             raise
-        for over in [one for one in list(self._dropped) if one == cut.step or one <= cut.step - _REMEMBERED]:
-            self._dropped.pop(over, None)
+        self._failures.begins(cut.step)
         with self._changed:
             self._current = capture
             self._under_way += 1
@@ -200,7 +206,7 @@ class CaptureEngine:
     def wait(self) -> int | None:
         """Wait for the capture under way, and return the step of the newest generation. Raises as `cut` does."""
         self.finish()
-        self._settle()
+        self._failures.settle()
         return self.completed
 
     def finish(self) -> None:
@@ -211,25 +217,19 @@ class CaptureEngine:
 
     @property
     def has_whole(self) -> bool:
-        """True if the newest complete capture has copied all tensors."""
+        """True if the newest complete capture is fit to be saved: it has copied all tensors, and the sums of those that
+        are divided."""
         return self._is_whole
 
     def distrust(self, keys: Iterable[str]) -> None:
         """Copy these frozen tensors at each cut, and warn: they changed, and torch has not counted it."""
         if changed := self._store.kept.distrust(keys):
-            self._warning = uncounted(changed)
+            self._failures.warn(uncounted(changed))
 
     def dropped(self, step: int) -> tuple[bool, LakeckptError | None]:
         """Return whether the capture of ``step`` was dropped, and the error, if there was one. The error is returned
         once, and `cut` and `wait` do not raise it any more."""
-        if step not in self._dropped:
-            return False, None
-        failure = self._dropped.pop(step)
-        if failure is None:
-            return True, None
-        with suppress(ValueError):
-            self._failures.remove((step, failure))
-        return True, error_of(step, failure)
+        return self._failures.dropped(step)
 
     def waits(self) -> tuple[SiteWaits, ...]:
         """Return how long this rank waited, and how much of its captures moved meanwhile."""
@@ -248,7 +248,7 @@ class CaptureEngine:
     # --- a cut, on the training thread
 
     def _late(self) -> Mapping[str, torch.Tensor]:
-        return self._planner.late
+        return self.planner.late
 
     def _fence(self) -> None:
         capture = self._current
@@ -257,7 +257,7 @@ class CaptureEngine:
 
     def _planned(self) -> CapturePlan:
         """Return the plan for the state as it is now, and open a link for each of its devices."""
-        plan = self._planner.renewed()
+        plan = self.planner.renewed()
         if plan is not self._linked:
             for device in {one.device for one in (*plan.early.values(), *plan.late.values())} - self._links.keys():
                 if (link := self.open_link(device)) is not None:
@@ -296,7 +296,7 @@ class CaptureEngine:
 
     def _samples_of(self, plan: CapturePlan, frozen: Iterable[str]) -> Samples:
         if self._samples is None or not self._samples.are_of(plan, frozen):
-            self._samples = Samples(plan, self._links, frozen)
+            self._samples = Samples(plan, self._links, frozen, self.planner.divided)
         return self._samples
 
     def _slices_of(self, plan: CapturePlan, filling: Filling, skipped: Skipped) -> SliceCopier:
@@ -306,18 +306,6 @@ class CaptureEngine:
         for link in self._links.values():
             link.order()
         return SliceCopier(late, self._gate, live=list(plan.late.values()), early=issued)
-
-    def _settle(self) -> None:
-        """Raise the errors, and issue the warnings, of the copier."""
-        warning, self._warning = self._warning, None
-        if warning is not None:
-            warnings.warn(warning, CaptureWarning, stacklevel=4)
-        if not self._failures:
-            return
-        first = error_of(*self._failures.popleft())
-        while self._failures:
-            first.add_note(f"and then: {error_of(*self._failures.popleft())}")
-        raise first
 
     # --- the copier
 
@@ -330,7 +318,7 @@ class CaptureEngine:
         """Let the copier make an arena that fits, unless it is doing so already."""
         if self._making or self._store.ready(plan, self._documents_bytes):
             return
-        trees = self._planner.trees()
+        trees = self.planner.trees()
         links = dict(self._links)
         self._copier.start()
         self._making = True
@@ -339,9 +327,9 @@ class CaptureEngine:
             try:
                 size_bytes = sum(len(document()) for document in trees.values()) + len(plan.table.document)
                 warning = self._store.make(plan, max(size_bytes, self._documents_bytes), links)
-                self._warning = warning or self._warning
+                self._failures.warn(warning)
             except BaseException as error:
-                self._failures.append((None, error))
+                self._failures.add(None, error)
             with self._changed:
                 self._making = False
                 self._changed.notify_all()
@@ -349,7 +337,7 @@ class CaptureEngine:
         self._copier.do(make)
 
     def _run(self, capture: Capture) -> None:
-        """Complete a cut. Errors are raised later by `_settle`: the copier goes on with the next capture."""
+        """Complete a cut. Errors are raised later by a call: the copier goes on with the next capture."""
         complete, failure = False, None
         try:
             complete = self._completes(capture)
@@ -360,9 +348,9 @@ class CaptureEngine:
                 capture.drop()
             except BaseException as error:
                 failure = failure or error
-            self._dropped[capture.cut.step] = failure
-        if failure is not None:
-            self._failures.append((capture.cut.step, failure))
+            self._failures.drop(capture.cut.step, failure)
+        elif failure is not None:
+            self._failures.add(capture.cut.step, failure)
         capture.count(self._counters, complete=complete, paces=self._gate.paces)
         with self._changed:
             self.completed = capture.cut.step if complete else self.completed
@@ -383,8 +371,10 @@ class CaptureEngine:
             return False
         self._store.kept.complete(capture.skipped, capture.filling.sequence + 1)
         capture.complete(documents)
-        self._is_whole = not capture.skipped.keys
+        self._is_whole = not capture.skipped.keys and (bool(capture.sums) or not capture.divided)
         self._store.completed()
+        if capture.divided and self._drift is not None:
+            self._failures.warn(self._drift.look(self._store.arena, capture.samples.divided))
         return True
 
 

@@ -24,9 +24,13 @@ from typing import Any
 import torch
 
 from lakeckpt.checkpoint.arena.contents import TensorPlace, TensorTable
+from lakeckpt.checkpoint.arena.dividing import Division, RowBox
 from lakeckpt.checkpoint.arena.slices import SlicePlan, aligned, fitting_slice_bytes, plan_slices
 from lakeckpt.checkpoint.capture.sources import Renewed, Sources
-from lakeckpt.checkpoint.state.tensors import refuse_overlaps, spec_of
+from lakeckpt.checkpoint.format.digests import short_digest
+from lakeckpt.checkpoint.format.parts import SHARING
+from lakeckpt.checkpoint.format.sharing import is_part_key, sharing_to_bytes
+from lakeckpt.checkpoint.state.tensors import refuse_overlaps, spec_of, sums_of
 from lakeckpt.errors import CaptureWarning
 
 __all__ = ["CapturePlan", "Planner", "plan_capture"]
@@ -56,13 +60,51 @@ class CapturePlan:
 class Planner:
     """Plans the state of ``objects``, in slices of ``slice_bytes`` (None: a size that fits the size of the state)."""
 
-    __slots__ = ("_objects", "_plan", "_slice_bytes", "_sources", "_warned")
+    __slots__ = ("_divided", "_division", "_names", "_objects", "_plan", "_slice_bytes", "_sources", "_warned")
 
     def __init__(self, objects: Mapping[str, Any], *, slice_bytes: int | None) -> None:
         self._objects, self._slice_bytes = objects, slice_bytes
         self._sources: Sources | None = None
         self._plan: CapturePlan | None = None
         self._warned = False
+        self._division: Division | None = None
+        self._names: Mapping[str, str] = {}  # the key of a box of a divided tensor → the tensor's
+        self._divided: Mapping[str, torch.Tensor] = {}  # all tensors that are divided
+
+    def divide(self, division: Division | None) -> None:
+        """Plan this rank's share of the state from now on; None: all of it."""
+        self._division, self._plan, self._sources = division, None, None
+        self._names, self._divided = {}, {}
+
+    def divisible(self) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of the state as it is now that replicas could divide; none if ranks divide tensors of the
+        state already, by a mesh."""
+        sources = Sources(self._objects)
+        late = {} if sources.shared else sources.late
+        return {key: one for key, one in late.items() if _can_be_divided(key, one)}
+
+    def replica(self) -> bytes:
+        """Return a digest of the tensors that replicas could divide, equal on ranks that are alike; empty if there are
+        no such tensors. Raises as `renewed`."""
+        divisible = self.divisible()
+        parts = [part for key, one in sorted(sums_of(divisible).items()) for part in (key.encode(), one)]
+        return short_digest(*parts) if divisible else b""
+
+    @property
+    def divided(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that the replicas of this node divide, by the keys of the whole tensors."""
+        return self._divided
+
+    def _share(self, late: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return what this rank captures of the late tensors. Parts of DTensors are its own."""
+        division = self._division
+        if division is None:
+            return late
+        divided = {key: one for key, one in late.items() if _can_be_divided(key, one)}
+        boxes = division.boxes({key: spec_of(key, divided[key]) for key in sorted(divided)})
+        self._divided, self._names = divided, {one.key: one.name for one in boxes}
+        own = {key: one for key, one in late.items() if key not in divided}
+        return own | {one.key: _rows(divided[one.name], one) for one in boxes}
 
     @property
     def late(self) -> Mapping[str, torch.Tensor]:
@@ -74,8 +116,9 @@ class Planner:
         frozen = {} if self._sources is None else self._sources.frozen
         return {
             key: parameter._version
-            for key, parameter in frozen.items()
-            if not parameter.requires_grad and not parameter.is_inference()
+            for key in self.late
+            if (parameter := frozen.get(self._names.get(key, key))) is not None
+            and not (parameter.requires_grad or parameter.is_inference())
         }
 
     def renewed(self) -> CapturePlan:
@@ -94,7 +137,11 @@ class Planner:
             refuse_overlaps({**sources.early, **sources.late})
         # The same mapping object means that the copies of late tensors need not be prepared again.
         is_same = before is not None and renewed is Renewed.EARLY
-        late = before.late if before is not None and is_same else _together(sources.late, sources.frozen)
+        if before is not None and is_same:
+            late = before.late
+        else:
+            share = self._share(sources.late)
+            late = _together(share, {key for key in share if self._names.get(key, key) in sources.frozen})
         self._plan = plan_capture(sources.early, late, before=before, slice_bytes=self._slice_bytes)
         self._warn_of_early(self._plan)
         return self._plan
@@ -119,7 +166,19 @@ class Planner:
         """Return for each object a function that makes the document of its present tree. Any thread may call the
         functions, at any later time."""
         assert self._sources is not None
-        return self._sources.documents()
+        documents = self._sources.documents()
+        if self._division is not None:
+            document = sharing_to_bytes(self._sources.shared | dict.fromkeys(self._divided, self._division.sharing))
+            documents[SHARING] = lambda: document
+        return documents
+
+
+def _can_be_divided(key: str, tensor: torch.Tensor) -> bool:
+    return bool(tensor.numel()) and tensor.is_contiguous() and not is_part_key(key)
+
+
+def _rows(tensor: torch.Tensor, box: RowBox) -> torch.Tensor:
+    return tensor if not tensor.dim() else tensor.detach()[box.first : box.stop]
 
 
 def _together(late: Mapping[str, torch.Tensor], frozen: Container[str]) -> dict[str, torch.Tensor]:

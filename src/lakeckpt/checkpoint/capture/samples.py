@@ -4,14 +4,19 @@ torch counts changes in place in a version number. It does not count a change th
 graph, or a change of a rank's part of a DTensor. So up to 64 spots of 64 bytes, the first and last bytes of slices, are
 copied at the cut, and later compared with the same bytes of the capture. A swap of all weights changes nearly all
 spots, and is noticed even if it is undone before the fence. A change between the spots is not noticed. The first bytes
-of each frozen tensor are a spot, too, as captures skip the tensor. The module starts no threads.
+of each frozen tensor are a spot, too, as captures skip the tensor.
+
+Of tensors that replicas divide, each replica captures a part, and samples 64 bytes from the middle of each whole one.
+The sums of these bytes are equal on replicas that have not drifted apart (`lakeckpt.checkpoint.arena.drift`). The
+module starts no threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lakeckpt.checkpoint.capture.moves import Links, Moves, flat_bytes, link_of, wait_all
@@ -21,6 +26,8 @@ __all__ = ["Sample", "Samples"]
 
 _BYTES = 64
 _SPOTS = 64
+_WEIGHTS = np.arange(1, 2 * _BYTES // 8, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+"""Odd numbers: a change of any one word changes the sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,20 +39,31 @@ class Sample:
 
 
 class Samples:
-    """The spots of a plan's late tensors, of which those named in ``frozen`` may be skipped.
+    """The spots of a plan's late tensors, of which those named in ``frozen`` may be skipped, and of the whole tensors
+    that replicas have ``divided``.
 
     The training thread calls `take` at a cut. The copier calls `changed` later, in the order of cuts.
     """
 
-    def __init__(self, plan: CapturePlan, links: Links, frozen: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        plan: CapturePlan,
+        links: Links,
+        frozen: Iterable[str] = (),
+        divided: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self._plan, self._frozen = plan, frozenset(frozen)
         self._spots = [*_spots(plan), *_spots_of(plan, sorted(self._frozen))]
-        self._rows = torch.zeros(len(self._spots), _BYTES, dtype=torch.uint8)
+        wholes = dict(sorted((divided or {}).items()))
+        self.divided = tuple(wholes)
+        """The keys of the tensors that are divided, in the order of `sums`."""
+        middles = [(key, *_middle(one.nbytes), 0) for key, one in wholes.items()]
+        self._rows = torch.zeros(len(self._spots) + len(middles), _BYTES, dtype=torch.uint8)
         self._moves = Moves()
         self._linked: list[bool] = []
         flats: dict[str, torch.Tensor | None] = {}
-        for row, (key, start, stop, _) in zip(self._rows, self._spots, strict=True):
-            tensor = plan.late[key]
+        for row, (key, start, stop, _) in zip(self._rows, [*self._spots, *middles], strict=True):
+            tensor = wholes[key] if key in wholes else plan.late[key]
             if key not in flats:
                 flats[key] = flat_bytes(tensor)
             flat = flats[key]
@@ -78,6 +96,19 @@ class Samples:
             and (arrived if self._linked[number] else here)[number, : stop - start].tobytes()
             != data[at : at + stop - start]
         )
+
+    def sums(self, sample: Sample) -> bytes:
+        """Return 8 bytes of each divided tensor, the sum of its spot. Call it after `changed`, for the same sample."""
+        first = len(self._spots)
+        linked = np.array(self._linked[first:], dtype=np.bool_)[:, None]
+        rows = np.where(linked, self._rows[first:].numpy(), sample.here[first:].numpy())
+        sums: bytes = (rows.view(np.uint64) * _WEIGHTS).sum(axis=1, dtype=np.uint64).tobytes()
+        return sums
+
+
+def _middle(size_bytes: int) -> tuple[int, int]:
+    start = size_bytes // 2 // _BYTES * _BYTES
+    return start, min(size_bytes, start + _BYTES)
 
 
 def _spots_of(plan: CapturePlan, keys: Iterable[str]) -> list[tuple[str, int, int, int]]:

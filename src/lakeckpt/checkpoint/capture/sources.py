@@ -24,7 +24,7 @@ import torch
 
 from lakeckpt.checkpoint.capture.state_watch import Memory, address_of, memory_of, watch_of
 from lakeckpt.checkpoint.format.parts import SHARING
-from lakeckpt.checkpoint.format.sharing import sharing_to_bytes
+from lakeckpt.checkpoint.format.sharing import Sharing, sharing_to_bytes
 from lakeckpt.checkpoint.state.names import parameter_names
 from lakeckpt.checkpoint.state.random_states import RANDOM, capture_random
 from lakeckpt.checkpoint.state.shards import sharing_of
@@ -109,8 +109,13 @@ class Sources:
 
     def _sharing_document(self) -> bytes:
         """Return the document that says how ranks share tensors."""
+        return sharing_to_bytes(self.shared)
+
+    @property
+    def shared(self) -> dict[str, Sharing]:
+        """How ranks share tensors, by their keys in trees."""
         sharded = {key: tensor for one in self._every for key, tensor in one.sharded.items()}
-        return sharing_to_bytes({key: sharing_of(tensor) for key, tensor in sharded.items()})
+        return {key: sharing_of(tensor) for key, tensor in sharded.items()}
 
     def _names_for(self, one: object) -> Mapping[int, str]:
         return _NO_NAMES if isinstance(one, torch.nn.Module) else self._names

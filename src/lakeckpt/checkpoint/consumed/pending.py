@@ -18,7 +18,7 @@ from lakeckpt.checkpoint.format.manifest import ReaderRecord
 from lakeckpt.core.consumption import consumption
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.core.state import State
-from lakeckpt.errors import WireDamaged
+from lakeckpt.errors import CheckpointMismatch, WireDamaged
 from lakeckpt.tracking.steps import StepRecord
 from lakeckpt.wire.documents import from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
@@ -65,20 +65,20 @@ def positions(begin: State, end: State) -> Mapping[int, Intervals]:
 def since(pending: Sequence[PendingRecord], recorded: int) -> tuple[PendingRecord, ...]:
     """Return the records that no commit up to step ``recorded`` has; the last record ends at the cut.
 
-    If a commit has the cut itself, the result is one record without consumption. `WireDamaged` if there is a gap
+    If a commit has the cut itself, the result is one record without consumption. `CheckpointMismatch` if there is a gap
     between records, so that some consumption is recorded nowhere.
     """
     left = tuple(one for one in pending if one.first >= recorded)
     at = recorded
     for one in left:
         if one.first != at:
-            raise WireDamaged(f"what was consumed between the steps {at} and {one.first} is recorded nowhere")
+            raise CheckpointMismatch(f"what was consumed between the steps {at} and {one.first} is recorded nowhere")
         at = one.step
     if not left and pending and pending[-1].step == recorded:
         record = replace(pending[-1].record, stretches=(), steps=StepRecord(runs=()), excluded=())
         return (PendingRecord(first=recorded, step=recorded, record=record),)
     if not left or pending[-1].step != at:
-        raise WireDamaged(f"nothing is known of what was consumed after step {recorded}")
+        raise CheckpointMismatch(f"nothing is known of what was consumed after step {recorded}")
     return left
 
 

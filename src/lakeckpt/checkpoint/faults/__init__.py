@@ -4,6 +4,7 @@
 
     a rank → its page (`lakeckpt.watch.beat`) → a death: [causes], [notes]: a file beside the arenas
                                                   its agent: [deaths]: the same, and a copy in the run
+                                                             [mates]: ends a rank that is stuck after it
                                                               |
     the next attempt: [aftermath]: all nodes state their notes → `lakeckpt.recovery.progress` → the level
                       [batch_rows]: the rows of the micro-batch that ends the job

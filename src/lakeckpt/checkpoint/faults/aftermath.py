@@ -43,12 +43,21 @@ from lakeckpt.checkpoint.ranks import LAUNCH, MIN_NODES
 from lakeckpt.core.state import State
 from lakeckpt.errors import CrashLoop, NodeLeaves, StateError, StorageError, TrackingError
 from lakeckpt.lake.storage.base import Storage, describe
-from lakeckpt.recovery.faults import Fault, FaultNote, Tier, first_cause, notes_from_text, notes_to_text
+from lakeckpt.recovery.faults import (
+    Fault,
+    FaultNote,
+    Tier,
+    explained,
+    first_cause,
+    notes_from_text,
+    notes_to_text,
+)
 from lakeckpt.recovery.progress import Level, level_of
 from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.tally import Tally
 from lakeckpt.tracking.votes import Together
 from lakeckpt.watch.beat import Beat, Phase, read_page
+from lakeckpt.watch.explicit import fault_table
 
 __all__ = ["Aftermath"]
 
@@ -62,20 +71,21 @@ _RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
 class Aftermath:
     """What a rank learns from faults, and notes of them. ``captures``: cuts are captured. One thread calls all methods,
-    but those of the page. ``max_excluded``: so many micro-batches of the run may be excluded; 0: none."""
+    but those of the page. ``max_excluded``: so many micro-batches of the run may be excluded; 0: none. ``faults``: a
+    file of rows, which explain faults before the table does."""
 
     def __init__(
         self,
         storage: Storage,
         exchange: Exchange,
         arenas: str | os.PathLike[str] | None,
-        *,
         captures: bool,
         max_excluded: int = 0,
+        faults: str | os.PathLike[str] | None = None,
     ) -> None:
         self._storage, self._exchange = storage, exchange
         self._folder = ArenaFolder(arenas)
-        self._max_excluded = max_excluded
+        self._max_excluded, self._rows = max_excluded, fault_table(os.fspath(faults or ""))
         self._is_used = bool(getattr(storage, "name", "")) and (captures or bool(launchers()))
         self._digest = b""
         self._firsts: list[FaultNote] = []
@@ -109,7 +119,7 @@ class Aftermath:
             found = notes_in(self._folder.path, self._digest) if self._is_used else []
             facts[_NODE] = socket.gethostname()
             if found:
-                facts[_NOTES] = notes_to_text(found)
+                facts[_NOTES] = notes_to_text(explained(one, self._rows) for one in found)
         answer = self._exchange.answered(facts, lambda tally: self._judge(tally, view()))
         self.restarts, self.reached = int(answer.value(_RESTARTS)), int(answer.value(_REACHED))
         self.level = Level.from_text(answer.value(_LEVEL))
@@ -291,7 +301,8 @@ class Aftermath:
         """Note that an exception ends the loop of this rank."""
         if self._beat is not None and (page := read_page(self._beat.path)) is not None:
             cause, what = cause_of_error(error)
-            leave_note(self._beat.path, note_of(page, self._attempt, cause=cause, what=what, text=error))
+            note = note_of(page, self._attempt, cause=cause, what=what, text=error)
+            leave_note(self._beat.path, explained(note, self._rows))
 
     def close(self, *, well: bool) -> None:
         """The rank ends, ``well`` or by a fault. May be called again."""
@@ -326,7 +337,8 @@ def _first_causes(notes: Collection[FaultNote], *, since: int) -> list[FaultNote
 def _said(note: FaultNote) -> str:
     where = f" on {note.node}" if note.node else ""
     text = f": {note.text}" if note.text else ""
-    return f"rank {note.rank}{where} after step {note.step}, {note.name}{text}"
+    because = "" if note.explicit is None else f" ({note.because})"
+    return f"rank {note.rank}{where} after step {note.step}, {note.name}{because}{text}"
 
 
 def _place_of(reader: Any) -> tuple[int, int]:

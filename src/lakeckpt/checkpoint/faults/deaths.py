@@ -1,6 +1,7 @@
 """This module notes the death of a trainer, in its agent: by whom it was ended, and what it was doing.
 
-The module imports without torch, and starts no threads.
+Lines of the kernel's log about the process or the node's devices are added, if this user may read that log. The module
+imports without torch, and starts no threads.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ import contextlib
 import time
 
 from lakeckpt.checkpoint.faults.causes import cause_of_status, exit_status, killed_for_memory
-from lakeckpt.checkpoint.faults.notes import leave_note, note_at, note_of
+from lakeckpt.checkpoint.faults.notes import add_evidence, leave_note, note_at, note_of
 from lakeckpt.checkpoint.faults.records import put_note
 from lakeckpt.errors import StorageError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.watch.beat import read_page
+from lakeckpt.watch.kernel_log import UNREADABLE, fault_lines
 
 __all__ = ["note_death"]
 
+_SEEN = "its agent saw it end"
 _STATUS_S = 2.0
 """How long the parent of a process may take to collect its exit status."""
 
@@ -32,10 +35,12 @@ def note_death(storage: Storage, page_path: str, attempt: int, pidfd: int) -> st
         if status is None and page.lives:
             return ""
         cause, what = cause_of_status(status, killed=killed_for_memory() - page.killed)
-        made = note_of(page, attempt, cause=cause, what=what, text="its agent saw it end", at_s=at_s)
-        note = leave_note(page_path, made)
+        note = leave_note(page_path, note_of(page, attempt, cause=cause, what=what, text=_SEEN, at_s=at_s))
     if note is None:
         return ""
+    if page is not None:
+        lines = fault_lines(page.pid)
+        note = add_evidence(page_path, note, lines if lines is not None else [UNREADABLE] if note.text == _SEEN else [])
     if note.is_own:
         with contextlib.suppress(StorageError):
             put_note(storage, note)

@@ -16,18 +16,20 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.faults.causes import killed_for_memory
 from lakeckpt.errors import ArenaError, WireError
-from lakeckpt.recovery.faults import BatchAt, Cause, FaultNote, cut_off
+from lakeckpt.recovery.faults import BatchAt, Cause, FaultNote, cut_off, explained
 from lakeckpt.watch.beat import Beat, Page, read_page
 
 __all__ = [
+    "add_evidence",
     "begin_page",
     "leave_note",
+    "mates_of",
     "note_at",
     "note_of",
     "notes_in",
@@ -47,6 +49,14 @@ def page_path(folder: str, digest: bytes, attempt: int, rank: int) -> str:
     return os.path.join(folder, f"{digest.hex()}.{attempt}.{rank}{_PAGE}")
 
 
+def mates_of(page: str) -> list[str]:
+    """Return the paths of the pages of the other ranks of this node, in the attempt of the ``page`` at this path."""
+    folder, name = os.path.split(page)
+    digest, attempt, *_ = name.split(".")
+    every = _pages_in(folder, bytes.fromhex(digest))
+    return [path for path, its in every if its == int(attempt) and path != page]
+
+
 def begin_page(folder: ArenaFolder, digest: bytes, attempt: int, rank: int, world: int) -> Beat | None:
     """Begin the page of a rank; None if the folder cannot hold it."""
     try:
@@ -63,7 +73,7 @@ def note_of(page: Page, attempt: int, *, cause: Cause, what: str, text: object =
     batch = None
     if page.reader and page.phase in ("data", "compute") and step >= 0:
         batch = BatchAt(reader=page.reader, epoch=page.epoch, step=step, rank=page.dealt, world=max(page.of_ranks, 1))
-    return FaultNote(
+    note = FaultNote(
         attempt=attempt,
         rank=page.rank,
         world=max(page.world, 1),
@@ -81,6 +91,7 @@ def note_of(page: Page, attempt: int, *, cause: Cause, what: str, text: object =
         step_s=page.step_s,
         stalled_s=page.stalled_s,
     )
+    return explained(note)
 
 
 def leave_note(page: str, note: FaultNote) -> FaultNote:
@@ -91,13 +102,28 @@ def leave_note(page: str, note: FaultNote) -> FaultNote:
         return known
     if known is not None:
         note = replace(note, at_s=min(note.at_s, known.at_s))
+    _write(page, note)
+    return note
+
+
+def add_evidence(page: str, note: FaultNote, lines: Sequence[str]) -> FaultNote:
+    """Add ``lines`` of the kernel's log to the note beside the page at this path, and explain it anew. An error that is
+    the script's own, or that a restart meets again, stays as it is. Returns the note."""
+    says = note.explicit
+    if not lines or (says is not None and (not says.is_sure or says.restart == "stop")):
+        return note
+    note = explained(replace(note, text=cut_off("; ".join((note.text, *lines)))))
+    _write(page, note)
+    return note
+
+
+def _write(page: str, note: FaultNote) -> None:
     path = _note_path(page)
     written = f"{path}.{os.getpid()}"
     with contextlib.suppress(OSError):
         with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
             file.write(note.to_bytes())
         os.replace(written, path)
-    return note
 
 
 def note_at(page: str) -> FaultNote | None:

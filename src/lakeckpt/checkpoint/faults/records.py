@@ -16,7 +16,8 @@ from lakeckpt.checkpoint.persist.history import History
 from lakeckpt.errors import StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.recovery.account import Account, account_of
-from lakeckpt.recovery.faults import Fault, FaultNote, first_cause
+from lakeckpt.recovery.faults import Fault, FaultNote, explained, first_cause
+from lakeckpt.watch.explicit import FaultTable
 from lakeckpt.wire.documents import Count, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
@@ -45,16 +46,20 @@ def put_first_step(storage: Storage, first: FirstStep) -> None:
     storage.put(f"{FAULTS}/{first.attempt:010d}{_STEP}", [dumps(to_plain(first), kind=_KIND, version=_VERSION)])
 
 
-def faults_of(storage: Storage, history: History) -> tuple[list[Fault], Account]:
+def faults_of(storage: Storage, history: History, table: FaultTable | None = None) -> tuple[list[Fault], Account]:
     """Return the faults of the run, in the order of their attempts, and the account. Documents in ``faults/`` that
-    cannot be read are skipped."""
+    cannot be read are skipped. ``table``: explains all faults anew."""
     steps, notes = _documents(storage)
+    if table is not None:
+        notes = [explained(note, table) for note in notes]
     found = {fault.first.attempt: fault for entry in history.restores for fault in _with_first_step(entry, steps)}
     begun = max((one.attempt for one in history.begins), default=-1)
     for attempt in sorted({note.attempt for note in notes} - found.keys()):
         if attempt == begun:  # what no attempt has joined yet
             found[attempt] = Fault(first=first_cause([note for note in notes if note.attempt == attempt]))
     faults = [found[attempt] for attempt in sorted(found)]
+    if table is not None:
+        faults = [replace(one, first=explained(one.first, table)) for one in faults]
     entries: list[Manifest | Restored] = [*history.chain, *history.abandoned, *history.restores]
     times = [one.created_s for one in (*entries, *history.begins)] + [one.first.at_s for one in faults]
     return faults, account_of(faults, elapsed_s=max(times) - min(times) if times else 0.0)

@@ -6,14 +6,17 @@ pure, and never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import heapq
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, short_digest
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
+from lakeckpt.checkpoint.format.fields import Ranks
+from lakeckpt.core.intervals import Intervals
 
-__all__ = ["SUMS", "TENSOR", "Unit", "UnitId", "sum_of", "tensor_unit", "tree_unit"]
+__all__ = ["SUMS", "TENSOR", "Held", "Shares", "Unit", "UnitId", "spread", "sum_of", "tensor_unit", "tree_unit"]
 
 SUMS: int = 2 ** (8 * DIGEST_BYTES)
 """The modulus of sums of units."""
@@ -22,6 +25,10 @@ TENSOR = "tensor:"
 
 UnitId: TypeAlias = tuple[str, bytes]
 """A name, and an identifier of the content under that name."""
+Held = Mapping[UnitId, tuple[int, Intervals]]
+"""A unit → its size in bytes, and the ranks that hold it."""
+Shares = Mapping[UnitId, tuple[int, Ranks]]
+"""A unit → the rank that writes it, and the ranks that hold it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +60,28 @@ def sum_of(units: Iterable[UnitId]) -> int:
     """Return one number for units in any order: the sum of their digests modulo 2^128."""
     every = (short_digest(name.encode(), content) for name, content in units)
     return sum(int.from_bytes(one, "big") for one in every) % SUMS
+
+
+def spread(held: Held, loads: list[int]) -> Shares:
+    """Give each content to the least loaded of the ranks that hold it: the largest first, ties to the lowest rank.
+
+    ``loads``: the bytes that each rank writes anyway."""
+    world_size = len(loads)
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    owners = {}
+    for what, (size, ranks) in sorted(held.items(), key=lambda item: (-item[1][0], item[0])):
+        if ranks.size == world_size:
+            load, owner = heapq.heappop(heap)
+            while load != loads[owner]:  # an old entry: the rank has been given more since
+                load, owner = heapq.heappop(heap)
+        else:
+            owner = min(_each(ranks), key=lambda rank: (loads[rank], rank))
+        loads[owner] += size
+        heapq.heappush(heap, (loads[owner], owner))
+        owners[what] = (owner, tuple(ranks.pairs()))
+    return owners
+
+
+def _each(ranks: Intervals) -> Iterable[int]:
+    return (rank for start, stop in ranks for rank in range(start, stop))

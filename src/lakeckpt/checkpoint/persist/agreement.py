@@ -18,7 +18,6 @@ The module never touches storage, imports without torch and starts no threads.
 
 from __future__ import annotations
 
-import heapq
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, short_digest
 from lakeckpt.checkpoint.format.fields import Ranks, holds, ranges
 from lakeckpt.checkpoint.format.parts import Outline
-from lakeckpt.checkpoint.format.units import SUMS, TENSOR, Unit, UnitId, sum_of
+from lakeckpt.checkpoint.format.units import SUMS, TENSOR, Held, Shares, Unit, UnitId, spread, sum_of
 from lakeckpt.core.intervals import Intervals
 from lakeckpt.errors import TrackingError
 from lakeckpt.tracking.rounds import Rounds
@@ -42,11 +41,6 @@ _KIND_BYTES = 8
 _PREFIX = "unit "
 _ANNOUNCED = "announced "
 _BUCKETS = 256
-
-Held = Mapping[UnitId, tuple[int, Intervals]]
-"""A unit → its size in bytes, and the ranks that hold it."""
-Shares = Mapping[UnitId, tuple[int, Ranks]]
-"""A unit → the rank that writes it, and the ranks that hold it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +127,7 @@ def agree(
         announced={
             name.removeprefix(_ANNOUNCED): tally.value(name) for name in tally.facts if name.startswith(_ANNOUNCED)
         },
-        owners=_spread(held, loads),
+        owners=spread(held, loads),
         mine={what: share for ranks, some in mine.items() for what, share in _shared_out(some, ranks).items()},
         bundles={tuple(ranks.pairs()): total % SUMS for ranks, total in sums.items()},
     )
@@ -222,26 +216,5 @@ def _held(talk: Rounds, units: Sequence[Unit], *, alike: bool) -> Held:
 def _shared_out(units: Iterable[Unit], ranks: Intervals) -> Shares:
     """Return which of the ``ranks`` writes which of the units that all of them hold, and only they know."""
     every, whole = list(_each(ranks)), Intervals.whole(ranks.size)
-    places = _spread({unit.id: (unit.size_bytes, whole) for unit in units}, [0] * len(every))
+    places = spread({unit.id: (unit.size_bytes, whole) for unit in units}, [0] * len(every))
     return {what: (every[at], tuple(ranks.pairs())) for what, (at, _) in places.items()}
-
-
-def _spread(held: Held, loads: list[int]) -> Shares:
-    """Give each content to the least loaded of the ranks that hold it: the largest first, ties to the lowest rank.
-
-    ``loads``: the bytes that each rank writes anyway."""
-    world_size = len(loads)
-    heap = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    owners = {}
-    for what, (size, ranks) in sorted(held.items(), key=lambda item: (-item[1][0], item[0])):
-        if ranks.size == world_size:
-            load, owner = heapq.heappop(heap)
-            while load != loads[owner]:  # an old entry: the rank has been given more since
-                load, owner = heapq.heappop(heap)
-        else:
-            owner = min(_each(ranks), key=lambda rank: (loads[rank], rank))
-        loads[owner] += size
-        heapq.heappush(heap, (loads[owner], owner))
-        owners[what] = (owner, tuple(ranks.pairs()))
-    return owners

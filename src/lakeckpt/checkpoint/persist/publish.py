@@ -50,8 +50,10 @@ from lakeckpt.tracking.notes import error_to_text, save_error
 from lakeckpt.tracking.rounds import Rounds
 from lakeckpt.tracking.waiting import Waiter
 
-__all__ = ["Publisher", "Settings"]
+__all__ = ["REPLICAS", "Publisher", "Settings"]
 
+REPLICAS = "the replicas that captured a share each"
+"""In the error of a save whose replicas have drifted apart."""
 _FAILURE, _SKIPPED = "failure", "skipped"
 _SHARING, _ = tree_unit(SHARING, b"")
 
@@ -161,6 +163,7 @@ class Publisher:
                 f"state of reader {name!r}": facts_of(shared_fields(pending[-1].record.state))
                 for name, pending in taken.readers.items()
             }
+            states[REPLICAS] = {key: one.decode() for key, one in taken.sums.items()}
         try:
             units = taken.staged.units() if isinstance(taken, StagedCut) else []
             agreement = agree(talk, facts=facts, units=units, announce=announced, states=states)

@@ -35,8 +35,8 @@ __all__ = ["Chooser"]
 
 _MOST_SLOTS = 100
 _UNFIT = (
-    "the cut of step {} that attempt {} left in memory is not restored, though nothing of it is damaged; a checkpoint "
-    "is taken if one fits: {}"
+    "the cut of step {} that attempt {} left in memory is not restored, though nothing of it is damaged: {}. An older "
+    "cut or a checkpoint is taken if one fits"
 )
 
 

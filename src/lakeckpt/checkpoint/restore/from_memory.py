@@ -160,7 +160,9 @@ class Remembered:
         shares = self._shares(run, decision, cut, key)
         for share in shares.values() if manifest is None else ():
             share.verify()
-        every = _readers_of(shares.values())
+        own = shares.get(self._rank)
+        is_own = own is not None and own.rank == self._rank and decision.world == self._world_size
+        every = _readers_of([own] if own is not None and is_own else shares.values())
         done = cut.step == recorded
         return Candidate(
             manifest=manifest,
@@ -206,11 +208,12 @@ class Remembered:
         readers: Mapping[str, Sequence[PendingRecord]],
     ) -> Loaded:
         what = f"step {cut.step} in memory"
-        if decision.world == self._world_size:
+        is_same = decision.world == self._world_size
+        if is_same and not decision.is_divided:
             ((_, share),) = shares.items()
             own = loaded_of(share.documents.trees, specs=share.specs, source=share, what=what)
             return own if share.rank == self._rank else replace(own, random=None)
-        if several := sorted(reports_of(readers)):
+        if not is_same and (several := sorted(reports_of(readers))):
             raise CheckpointMismatch(
                 f"the places of {', '.join(map(repr, several))} depend on the data, and each of {decision.world} ranks "
                 f"has its own: from memory, {self._world_size} ranks cannot go on from them"

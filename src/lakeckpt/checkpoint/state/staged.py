@@ -94,6 +94,8 @@ class StagedCut:
     """How good the state is, if the training loop gave a metric."""
     waits: tuple[SiteWaits, ...] = ()
     """How long this rank waited, and how much of its captures moved meanwhile."""
+    sums: Mapping[str, bytes] = field(default_factory=dict)
+    """The sums of tensors that the replicas of a node have divided, as this rank has them: equal on all ranks."""
     intact: Callable[[], None] = lambda: None
     """Raises if the memory of the tensors is not as it was captured. Called while they are written, on another thread;
     nothing is published before it has returned."""
