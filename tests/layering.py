@@ -82,6 +82,7 @@ NEVER_LOADS_TORCH = tuple(
         "arena.folder",
         "bubbles.gate",
         "peers.alike",
+        "peers.next_node",
         "peers.serve",
         "peers.sources",
         "persist.history",

@@ -42,6 +42,10 @@ class Node:
         self.address = address
         _ip("-n", self.name, "address", "add", f"{self.address}/24", "dev", "cable")
 
+    def cut_off(self) -> None:
+        """Cut the cable: nothing that the nodes send arrives, and nobody is told."""
+        _ip("-n", self.name, "link", "set", "cable", "down")
+
     def statuses(self) -> list[int | None]:
         """Return the exit statuses of what was started; None for what runs."""
         return [process.poll() for process in self._started]

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lakeckpt.checkpoint.faults.records import faults_of
+from lakeckpt.checkpoint.persist.history import History, read_history
+from lakeckpt.lake.storage.local import LocalStorage
 from tests.system.cluster_job import ClusterJob, wait
 from tests.system.namespaces import Node, two_nodes
 from tests.system.test_several_nodes import start
@@ -62,6 +66,31 @@ def test_a_lost_node_costs_at_most_one_step_and_nothing_is_read_from_storage(
     assert nodes[host].statuses()[-1] == 0, job.text()
     job.check_every_row_counted_once(attempts=2)
     report(case, job)
+
+
+def test_a_node_that_is_cut_off_is_perceived_by_the_agent_of_another_node_which_goes_on(
+    nodes: tuple[Node, Node], tmp_path: Path
+) -> None:
+    job = ClusterJob(tmp_path / "job")
+    for number, node in enumerate(nodes):
+        start(node, nodes, job, count="1:2", own=own(job, f"memory-{number}"))
+    job.wait_for_steps(13)
+    nodes[1].cut_off()
+    at_s = time.time()
+    job.hurry()
+    wait(lambda: nodes[0].statuses()[-1] is not None, job.text)
+    assert nodes[0].statuses()[-1] == 0, job.text()
+    nodes[1].kill()
+    (fault,), _ = faults_of(*run_of(job))
+    print(f"\n{fault.first.name} noted by rank {fault.first.rank}, {fault.first.at_s - at_s:.1f} s after the cut")
+    assert fault.first.cause == "lost node" and "could not be reached" in fault.first.text
+    job.check_every_row_counted_once(attempts=2)
+
+
+def run_of(job: ClusterJob) -> tuple[LocalStorage, History]:
+    """The storage of the job's run, and its history."""
+    storage = LocalStorage(job.folder / "run")
+    return storage, read_history(storage)
 
 
 def report(case: str, job: ClusterJob) -> None:

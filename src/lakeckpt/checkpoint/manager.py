@@ -76,9 +76,9 @@ class CheckpointManager(Closing):
             None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
         peers: None: while a job of several nodes restores, its nodes read from each other's memory what they lack
-            (docs/how-to/several-nodes.md). False: no socket is opened for that.
-        perceive: with ``capture_every``, a rank that is stuck after another rank of its node has died is killed, so
-            that the launcher need not wait for it (docs/how-to/faults.md). False: it is left alone.
+            (docs/how-to/several-nodes.md); later agents ask other nodes whether they are there. False: no sockets.
+        perceive: with ``capture_every``, a rank that is stuck after another rank of its node has died, or another
+            node was lost, is killed, so that the launcher acts (docs/how-to/faults.md). False: it is left alone.
         bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. Each
             checkpoint records how long ranks waited, and which share of the bytes moved meanwhile.
         backups: copies of the run that its agent keeps at other places, as `lakeckpt copy` does (`lakeckpt.Backup`).
@@ -150,7 +150,7 @@ class CheckpointManager(Closing):
         check_topology(self._exchange, rank, world_size)
         self._capture_every, captures = capture_every, capture_every is not None
         copies = checked_backups(backups, capture_every)
-        given = (self._storage, uri, storage_options or {}, arenas, copies, perceive)
+        given = (self._storage, uri, storage_options or {}, arenas, copies, perceive, peers is None)
         self._place = place_of(*given) if captures else None
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
         most = checked_crash_loop(on_crash_loop, max_excluded)

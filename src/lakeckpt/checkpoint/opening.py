@@ -50,7 +50,8 @@ _LOG = logging.getLogger("lakeckpt")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a run lies: ``storage``, and how another process opens it; where its captures lie, ``arenas``; and which
-    ``backups`` are made of it. ``perceives``: agents end trainers that are stuck after a death."""
+    ``backups`` are made of it. ``perceives``: agents end trainers that are stuck after a death; and after the loss of a
+    node, if ``serves``: agents of several nodes may talk to each other."""
 
     storage: Storage
     uri: str
@@ -58,6 +59,7 @@ class Place:
     arenas: ArenaFolder
     backups: tuple[Backup, ...] = ()
     perceives: bool = True
+    serves: bool = True
 
 
 def opened(uri: object, storage_options: Mapping[str, Any] | None) -> Storage:
@@ -76,6 +78,7 @@ def place_of(
     arenas: str | os.PathLike[str] | None,
     backups: Collection[Backup] = (),
     perceives: bool = True,
+    serves: bool = True,
 ) -> Place:
     """Return where a run lies that the user has named by ``uri``. `ConfigError` if another process cannot open it."""
     place = Place(
@@ -85,6 +88,7 @@ def place_of(
         arenas=ArenaFolder(arenas),
         backups=tuple(backups),
         perceives=perceives,
+        serves=serves,
     )
     if isinstance(storage, LocalStorage):
         return replace(place, uri=storage.name)
@@ -182,6 +186,7 @@ def _open_agent(
             linger_s=LINGER_S,
             backups=tuple(map(asdict, place.backups)) if exchange.rank == 0 else (),
             perceives=place.perceives,
+            next_rank=_next_node(exchange) if place.serves else -1,
         )
     )
     engine = CaptureEngine(
@@ -195,6 +200,16 @@ def _open_agent(
         ranks_here=len(exchange.neighbours),
     )
     return engine, agent, Generations(place.arenas, identity)
+
+
+def _next_node(exchange: Exchange) -> int:
+    """Return the first rank of the node that follows this rank's node; -1 if this rank is not the first of its node, or
+    its node is the only one, or has ranks that do not follow each other."""
+    ranks = exchange.neighbours
+    first, last = ranks[0], ranks[-1]
+    if exchange.rank != first or len(ranks) == exchange.world_size or len(ranks) != last - first + 1:
+        return -1
+    return (last + 1) % exchange.world_size
 
 
 def _warn_of_others(objects: Mapping[str, Any]) -> None:

@@ -11,5 +11,6 @@
                                                 [generations]: cuts in the arena, locked, hashed
 
     The trainer dies: [final_save] → the newest cut that all ranks have. [logs]: where an agent writes;
-    [leftovers]: what ended jobs left in memory. [frozen]: tensors that changed, though torch counted no change.
+    [leftovers]: what ended jobs left in memory. [lost_nodes]: asks whether the next node is there.
+    [frozen]: tensors that changed, though torch counted no change.
 """

@@ -46,6 +46,7 @@ class Hello:
     ``digest`` identifies the run on this node, ``arenas`` is the folder of the arenas. ``linger_s``: how much longer
     than a save the final save waits for the agents of other ranks, whose trainers may die later. ``backups``: those
     that this agent makes, the fields of each. ``perceives``: end a trainer that is stuck after a death.
+    ``next_rank``: the first rank of the next node, if this agent watches that node; -1: it watches none.
     """
 
     uri: str
@@ -59,6 +60,7 @@ class Hello:
     linger_s: float
     backups: tuple[Mapping[str, Any], ...] = ()
     perceives: bool = True
+    next_rank: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

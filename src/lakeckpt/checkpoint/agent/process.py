@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, wait
 
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.link import IGNORED
+from lakeckpt.checkpoint.agent.lost_nodes import Ring, watch_next_node
 from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Outcome, Unable, message_from_bytes, message_to_bytes
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
@@ -100,6 +101,16 @@ def main(trainer: int) -> int:
     serving.start()
     if begin.perceives and trainer >= 0:
         watch_mates(page, begin.attempt.number, trainer, log=lambda text: _log(f"{name}: {text}"))
+    if begin.perceives and trainer >= 0 and begin.next_rank >= 0:
+        ring = Ring(
+            storage=storage,
+            attempt=begin.attempt.number,
+            rank=begin.rank,
+            next_rank=begin.next_rank,
+            run=begin.digest,
+            arenas=begin.arenas,
+        )
+        watch_next_node(ring, page, trainer, log=lambda text: _log(f"{name}: {text}"))
     persister.run()
     serving.join(_DEATH_S)
     backups.finish()

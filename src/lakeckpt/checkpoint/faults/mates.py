@@ -30,7 +30,7 @@ from lakeckpt.checkpoint.faults.notes import leave_note, mates_of, note_at, note
 from lakeckpt.recovery.faults import BY_AGENT, Cause
 from lakeckpt.watch.beat import Page, Phase, process_state, read_page
 
-__all__ = ["Seen", "watch_mates", "why_stuck"]
+__all__ = ["Seen", "is_started_again", "seen_of", "watch_mates", "why_stuck"]
 
 _LOOK_S, _LATE_S = 0.5, 2.0
 _STATUS_S = 2.0
@@ -42,8 +42,9 @@ _SPARED: frozenset[Phase] = frozenset(("start", "restore", "save", "ended"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What is seen of a trainer after the death of another rank. ``stopped``: how many times in a row it was found
-    stopped. ``still_s``: for how long its page has not moved. ``fails``: it ends by an exception of its own."""
+    """What is seen of a trainer after the death of another rank, or the loss of another node. ``stopped``: how many
+    times in a row it was found stopped. ``still_s``: for how long its page has not moved. ``fails``: it ends by an
+    exception of its own."""
 
     phase: Phase
     step_s: float
@@ -71,19 +72,29 @@ def why_stuck(seen: Seen) -> str:
 def watch_mates(page_path: str, attempt: int, trainer: int, *, log: Callable[[str], None]) -> None:
     """Watch the other ranks of this node, on a thread of its own, for the process of the pidfd ``trainer``, whose page
     is ``page_path``."""
-    work = (page_path, attempt, trainer, _is_started_again(), log)
+    mates = _opened(page_path)  # now: of a rank that dies before, nobody would hear
+    work = (page_path, attempt, trainer, mates, is_started_again(), log)
     threading.Thread(target=_watch, args=work, name="lakeckpt-mates", daemon=True).start()
 
 
-def _is_started_again() -> bool:
+def is_started_again() -> bool:
     """Return whether the launcher starts the job again after a death, by the environment of this process."""
     done, most = (os.environ.get(f"TORCHELASTIC_{one}") for one in ("RESTART_COUNT", "MAX_RESTARTS"))
     return done is not None and most is not None and int(done) < int(most)
 
 
-def _watch(page_path: str, attempt: int, trainer: int, acts: bool, log: Callable[[str], None]) -> None:
+def _watch(
+    page_path: str,
+    attempt: int,
+    trainer: int,
+    mates: dict[int, tuple[str, Page]],
+    acts: bool,
+    log: Callable[[str], None],
+) -> None:
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        dead = _wait_for_death(page_path, trainer, stack)
+        for pidfd in mates:
+            stack.callback(os.close, pidfd)
+        dead = _wait_for_death(mates, trainer)
         if dead is None or (seen := _wait_until_stuck(page_path, trainer)) is None:
             return
         page, why = seen
@@ -101,21 +112,28 @@ def _watch(page_path: str, attempt: int, trainer: int, acts: bool, log: Callable
         signal.pidfd_send_signal(trainer, signal.SIGKILL)
 
 
-def _wait_for_death(page_path: str, trainer: int, stack: contextlib.ExitStack) -> int | None:
-    """Return the first other rank of this node that dies; None if the trainer ends first, or no other rank is there."""
+def _opened(page_path: str) -> dict[int, tuple[str, Page]]:
+    """Return a pidfd of each other rank of this node that lives → its page, by path and content."""
     mates: dict[int, tuple[str, Page]] = {}
-    poll = select.poll()
-    poll.register(trainer, select.POLLIN)
     for path in mates_of(page_path):
         page = read_page(path)
         if page is None or not page.lives:
             continue
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(page.pid)
-            stack.callback(os.close, pidfd)
-            if page.lives:  # its number was not given to another process before
+            if page.lives:
                 mates[pidfd] = path, page
-                poll.register(pidfd, select.POLLIN)
+            else:  # its number was given to another process before
+                os.close(pidfd)
+    return mates
+
+
+def _wait_for_death(mates: dict[int, tuple[str, Page]], trainer: int) -> int | None:
+    """Return the first of the other ranks of this node that dies; None if the trainer ends first, or all end well."""
+    mates = dict(mates)
+    poll = select.poll()
+    for pidfd in (trainer, *mates):
+        poll.register(pidfd, select.POLLIN)
     while mates:
         for one, _ in poll.poll():
             if one == trainer:
@@ -151,9 +169,13 @@ def _wait_until_stuck(page_path: str, trainer: int) -> tuple[Page, str] | None:
         if page is None:
             return None
         stopped = stopped + 1 if process_state(page.pid) == "T" else 0
-        still_s = now_s - max(page.since_s, since_s)
-        fails = note_at(page_path) is not None
-        seen = Seen(phase=page.phase, step_s=page.step_s, still_s=still_s, stopped=stopped, fails=fails)
-        if why := why_stuck(seen):
+        if why := why_stuck(seen_of(page, page_path, since_s=since_s, stopped=stopped)):
             return page, why
     return None
+
+
+def seen_of(page: Page, page_path: str, *, since_s: float, stopped: int = 0) -> Seen:
+    """Return what is seen of the trainer whose ``page`` lies at this path. Time before ``since_s`` does not count."""
+    still_s = time.monotonic() - max(page.since_s, since_s)
+    fails = note_at(page_path) is not None
+    return Seen(phase=page.phase, step_s=page.step_s, still_s=still_s, stopped=stopped, fails=fails)

@@ -7,5 +7,5 @@
        a node that has lost its memory                             |          a node that has not
             [sources] ← leaves, each verified ← [fetch] ←—— [wire]: frames, challenge ——→ [serve] ← arenas
 
-    while a job trains → [alike]: which ranks capture the same share
+    while a job trains → [alike]: which ranks capture the same share; [next_node]: is the next node there?
 """

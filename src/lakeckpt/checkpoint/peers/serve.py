@@ -2,8 +2,9 @@
 
 The first rank of each node makes a `ShareServer` before it states the facts of its node, which name the address. The
 server listens from then on, and answers nobody before `ShareServer.admit`: it does so when all ranks know what to read.
-It is closed at the end of the restore, when all ranks have read. So nothing listens while a job trains. A share is
-locked while a connection reads it. Data go from the arena's file to the socket by ``os.sendfile``.
+It is closed at the end of the restore, when all ranks have read. A share is locked while a connection reads it. Data go
+from the arena's file to the socket by ``os.sendfile``. While a job trains, agents have a server of their own, which is
+asked whether its node is there (`lakeckpt.checkpoint.agent.lost_nodes`).
 
 `ShareServer.admit` starts a thread that accepts connections, and that starts one for each of them; `ShareServer.close`
 ends them and waits for them. They cannot outlive the process. Imports without torch.
@@ -28,6 +29,7 @@ from lakeckpt.checkpoint.peers.wire import (
     FoundShare,
     NoShare,
     ReadShare,
+    StillThere,
     limit_waits,
     receive,
     send,
@@ -140,8 +142,11 @@ class ShareServer:
             limit_waits(connection, _SILENT_S)
             if verify(connection, self._key):
                 limit_waits(connection, _SILENT_S, idle_s=_IDLE_S)
-                while isinstance(asked := receive(connection), AskShare):
-                    self._share(connection, asked)
+                while isinstance(asked := receive(connection), AskShare | StillThere):
+                    if isinstance(asked, StillThere):
+                        send(connection, asked)
+                    else:
+                        self._share(connection, asked)
         with self._lock:
             self._connections.pop(connection, None)
 

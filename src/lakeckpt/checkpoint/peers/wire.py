@@ -11,6 +11,7 @@
     server → client    these bytes, as they are
                        … and so on, until one of them hangs up
 
+An agent that only wants to know whether the node is there sends `StillThere` instead, and gets the same back.
 A proof is an HMAC-SHA256 over both random texts. Messages are documents of ``wire`` behind their length, of at most 4
 KiB; nothing is unpickled. The connection is not encrypted. Imports without torch, and starts no threads.
 """
@@ -38,6 +39,7 @@ __all__ = [
     "NoShare",
     "Part",
     "ReadShare",
+    "StillThere",
     "limit_waits",
     "prove",
     "receive",
@@ -93,8 +95,15 @@ class ReadShare:
     size: Count
 
 
-_Message = AskShare | FoundShare | NoShare | ReadShare
-_TYPES: dict[str, type[_Message]] = {one.__name__: one for one in (AskShare, FoundShare, NoShare, ReadShare)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StillThere:
+    """The client asks whether the node is there, and the server answers the same."""
+
+
+_Message = AskShare | FoundShare | NoShare | ReadShare | StillThere
+_TYPES: dict[str, type[_Message]] = {
+    one.__name__: one for one in (AskShare, FoundShare, NoShare, ReadShare, StillThere)
+}
 
 
 def send(connection: socket.socket, message: _Message) -> None:
