@@ -16,11 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import simpy
 
@@ -34,6 +34,8 @@ from lakeckpt.recovery.shares import ShareList
 
 Scheme = Literal["checkpoints", "memory", "natural", "copy", "3+1"]
 Kind = Literal["process", "hang", "node", "rack", "poison"]
+_Fault = tuple[Kind, tuple[int, ...]]
+"""What it is, and the nodes that are lost with it, by number."""
 SCHEMES: tuple[Scheme, ...] = ("checkpoints", "memory", "natural", "copy", "3+1")
 SIZES = (256, 1024, 4096, 16384)
 GPUS_OF_NODE, NODES_OF_RACK = 8, 8
@@ -78,7 +80,7 @@ class Inputs:
 class Lost:
     """Seconds that trained nothing, by reason."""
 
-    by: Counter[str] = field(default_factory=Counter)
+    by: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     faults: int = 0
     to_storage: int = 0
     steps_again: int = 0
@@ -123,7 +125,7 @@ class Job:
 
     # --- faults
 
-    def _faults(self) -> Iterator[simpy.Event]:
+    def _faults(self) -> Generator[simpy.Event, Any, None]:
         """Interrupt the job at random moments, also while it recovers."""
         rate = self._inputs.faults_a_gpu_day * self._gpus / DAY_S
         while self._left:
@@ -148,15 +150,15 @@ class Job:
 
     # --- the job
 
-    def _run(self) -> Iterator[simpy.Event]:
+    def _run(self) -> Generator[simpy.Event, Any, None]:
         while self._left:
             began = self._env.now
             try:
                 until = None if self._poisoned is None else self._seconds_to(self._poisoned + 1)
                 yield self._env.event() if until is None else self._env.timeout(until)
-                fault: tuple[Kind, tuple[int, ...]] = ("poison", ())
+                fault: _Fault = ("poison", ())
             except simpy.Interrupt as interrupt:
-                fault = interrupt.cause
+                fault = cast(_Fault, interrupt.cause)
             self._train(self._env.now - began)
             self._note(fault)
             while True:
@@ -166,7 +168,7 @@ class Job:
                     break
                 except simpy.Interrupt as interrupt:
                     self.lost.by["recoveries cut short"] += self._env.now - begun
-                    self._note(interrupt.cause)
+                    self._note(cast(_Fault, interrupt.cause))
 
     @property
     def _period_s(self) -> float:
@@ -211,11 +213,11 @@ class Job:
         part = 1.0 if self._scheme == "copy" else 1 / 3
         return GPUS_OF_NODE * self._inputs.state_gb * part / self._inputs.node_gb_s
 
-    def _pay(self, why: str, seconds: float) -> Iterator[simpy.Event]:
+    def _pay(self, why: str, seconds: float) -> Generator[simpy.Event, Any, None]:
         yield self._env.timeout(seconds)
         self.lost.by[why] += seconds
 
-    def _note(self, cause: tuple[Kind, tuple[int, ...]]) -> None:
+    def _note(self, cause: _Fault) -> None:
         """Take note of a fault, as the dying rank would."""
         kind, nodes = cause
         if kind == "poison" and self._poisoned is None:
@@ -233,7 +235,7 @@ class Job:
             )
         )  # fmt: skip
 
-    def _recover(self) -> Iterator[simpy.Event]:
+    def _recover(self) -> Generator[simpy.Event, Any, None]:
         given, scale = self._inputs, self._gpus / 16384
         lost = {"node": given.node_lost_s, "rack": given.node_lost_s, "hang": given.hang_s}
         yield from self._pay("perceived", lost.get(self._kind, given.perceived_s))
