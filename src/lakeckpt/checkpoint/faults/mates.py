@@ -72,7 +72,8 @@ def why_stuck(seen: Seen) -> str:
 def watch_mates(page_path: str, attempt: int, trainer: int, *, log: Callable[[str], None]) -> None:
     """Watch the other ranks of this node, on a thread of its own, for the process of the pidfd ``trainer``, whose page
     is ``page_path``."""
-    work = (page_path, attempt, trainer, is_started_again(), log)
+    mates = _opened(page_path)  # now: of a rank that dies before, nobody would hear
+    work = (page_path, attempt, trainer, mates, is_started_again(), log)
     threading.Thread(target=_watch, args=work, name="lakeckpt-mates", daemon=True).start()
 
 
@@ -82,9 +83,18 @@ def is_started_again() -> bool:
     return done is not None and most is not None and int(done) < int(most)
 
 
-def _watch(page_path: str, attempt: int, trainer: int, acts: bool, log: Callable[[str], None]) -> None:
+def _watch(
+    page_path: str,
+    attempt: int,
+    trainer: int,
+    mates: dict[int, tuple[str, Page]],
+    acts: bool,
+    log: Callable[[str], None],
+) -> None:
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        dead = _wait_for_death(page_path, trainer, stack)
+        for pidfd in mates:
+            stack.callback(os.close, pidfd)
+        dead = _wait_for_death(mates, trainer)
         if dead is None or (seen := _wait_until_stuck(page_path, trainer)) is None:
             return
         page, why = seen
@@ -102,21 +112,28 @@ def _watch(page_path: str, attempt: int, trainer: int, acts: bool, log: Callable
         signal.pidfd_send_signal(trainer, signal.SIGKILL)
 
 
-def _wait_for_death(page_path: str, trainer: int, stack: contextlib.ExitStack) -> int | None:
-    """Return the first other rank of this node that dies; None if the trainer ends first, or no other rank is there."""
+def _opened(page_path: str) -> dict[int, tuple[str, Page]]:
+    """Return a pidfd of each other rank of this node that lives → its page, by path and content."""
     mates: dict[int, tuple[str, Page]] = {}
-    poll = select.poll()
-    poll.register(trainer, select.POLLIN)
     for path in mates_of(page_path):
         page = read_page(path)
         if page is None or not page.lives:
             continue
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(page.pid)
-            stack.callback(os.close, pidfd)
-            if page.lives:  # its number was not given to another process before
+            if page.lives:
                 mates[pidfd] = path, page
-                poll.register(pidfd, select.POLLIN)
+            else:  # its number was given to another process before
+                os.close(pidfd)
+    return mates
+
+
+def _wait_for_death(mates: dict[int, tuple[str, Page]], trainer: int) -> int | None:
+    """Return the first of the other ranks of this node that dies; None if the trainer ends first, or all end well."""
+    mates = dict(mates)
+    poll = select.poll()
+    for pidfd in (trainer, *mates):
+        poll.register(pidfd, select.POLLIN)
     while mates:
         for one, _ in poll.poll():
             if one == trainer:
