@@ -514,6 +514,18 @@ def test_arenas_are_the_users_alone_and_opened_through_no_link(folder: ArenaFold
         ArenaFolder(tmp_path / "link").create(layout())
 
 
+def test_arenas_of_another_user_are_neither_read_nor_added_to(
+    folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with made(folder) as arena:
+        name = arena.name
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    for use in (lambda: folder.open(name), folder.make):
+        with pytest.raises(ArenaError, match=f"user {owner}'s"):
+            use()
+
+
 @pytest.mark.parametrize("when", ["_fill", "link"])
 def test_a_process_that_is_killed_as_it_makes_an_arena_leaves_none(
     when: str, folder: ArenaFolder, monkeypatch: pytest.MonkeyPatch
