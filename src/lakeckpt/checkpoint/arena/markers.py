@@ -84,9 +84,10 @@ def leave_marker(folder: ArenaFolder, place: bytes, marker: Marker) -> None:
         with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
             file.write(dumps(to_plain(marker), kind=_KIND, version=_VERSION))
         os.replace(written, path)
-        for entry in os.scandir(folder.path):
-            if _SUFFIX in entry.name and entry.stat().st_mtime < time.time() - _OLD_S:
-                os.unlink(entry.path)
+        with os.scandir(folder.path) as entries:
+            for entry in entries:
+                if _SUFFIX in entry.name and entry.stat().st_mtime < time.time() - _OLD_S:
+                    os.unlink(entry.path)
 
 
 def remove_marker(folder: ArenaFolder, place: bytes) -> bool:
