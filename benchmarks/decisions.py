@@ -3,7 +3,8 @@
 Ranks are not processes: eight client processes act for them, one after the other, over a real TCPStore, with the code
 that ranks run. Printed are, from a start signal on: *facts*, until rank 0 has one message of each node and the count of
 all ranks; *decide*, in rank 0; *answer*, until the last rank has read the decision; and a *vote* without an objection,
-until the last rank has read its result. Each is measured ``--times`` times: the best and the worst are printed.
+until the last rank has read its result. Each is measured ``--times`` times, and in turn with *bare*: as many requests
+as a vote makes, four for each rank, without any of our code. A vote cannot be faster than they are.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from lakeckpt.tracking.tally import Tally
 
 TIMEOUT = timedelta(seconds=300)
 HELD, DECISION = "held", "decision"
+KINDS = ("decision", "vote", "bare")
 _waits: dict[int, KeyWaits] = {}
 
 
@@ -95,14 +97,27 @@ def act(client: int, port: int, options: argparse.Namespace) -> None:
         if rank.rank % options.ranks == 0
     }
     store.add("ready", 1)
-    for number in range(2 * options.times):
-        facts = {rank: {HELD: text} for rank, text in texts.items()} if number % 2 == 0 else {}
+    for number in range(len(KINDS) * options.times):
+        kind = KINDS[number % len(KINDS)]
+        facts = {rank: {HELD: text} for rank, text in texts.items()} if kind == "decision" else {}
         store.wait([f"go/{number}"])
-        begun = [(rank, rank.said(facts.get(rank.rank, {}))) for rank in ranks]
-        for rank, at in begun:
-            rank.heard(at)
+        if kind == "bare":
+            for rank in ranks:
+                ask(store, f"bare/{rank.rank}")
+        else:
+            begun = [(rank, rank.said(facts.get(rank.rank, {}))) for rank in ranks]
+            for rank, at in begun:
+                rank.heard(at)
         if store.add(f"done/{number}", 1) == options.clients:
             store.set(f"over/{number}", "1")
+
+
+def ask(store: Any, key: str) -> None:
+    """Make the requests of a rank in a vote: its bit, its wait, its sign that it has read, and the removal of a key."""
+    store.add(key, 1)
+    store.check([key])
+    store.add(key, 1)
+    store.delete_key(key)
 
 
 def measured(host: Any, options: argparse.Namespace) -> dict[str, list[float]]:
@@ -112,8 +127,9 @@ def measured(host: Any, options: argparse.Namespace) -> dict[str, list[float]]:
     own = {HELD: node_facts(0, options.ranks, world_size, options.moved).to_text()}
     while host.add("ready", 0) < options.clients:
         time.sleep(0.05)
-    found: dict[str, list[float]] = {"facts": [], "decide": [], "answer": [], "vote": []}
-    for number in range(2 * options.times):
+    found: dict[str, list[float]] = {"facts": [], "decide": [], "answer": [], "vote": [], "bare": []}
+    for number in range(len(KINDS) * options.times):
+        kind = KINDS[number % len(KINDS)]
         at = [time.perf_counter()]
 
         def answer(tally: Tally, at: list[float] = at) -> Tally:
@@ -127,11 +143,11 @@ def measured(host: Any, options: argparse.Namespace) -> dict[str, list[float]]:
             return Tally.of([{DECISION: decision.to_text()}])
 
         host.set(f"go/{number}", "1")
-        tally = zero.answered(own if number % 2 == 0 else {}, answer)
+        tally = zero.answered(own if kind == "decision" else {}, answer) if kind != "bare" else Tally(facts={})
         host.wait([f"over/{number}"])
         at.append(time.perf_counter())
-        if number % 2:
-            found["vote"].append(at[-1] - at[0])
+        if kind != "decision":
+            found[kind].append(at[-1] - at[0])
         else:
             assert Decision.from_text(tally.value(DECISION)).cut is not None
             for part, begin_s, end_s in zip(("facts", "decide", "answer"), at[:-1], at[1:], strict=True):
@@ -161,6 +177,8 @@ def main() -> None:
         for part, took in found.items()
     ]
     what = f"{options.nodes} nodes of {options.ranks} ranks, {options.clients} client processes"
+    ratios = [vote / bare for vote, bare in zip(found["vote"], found["bare"], strict=True)]
+    rows.append(("vote / bare", f"{min(ratios):.2f}", f"{statistics.median(ratios):.2f}", f"{max(ratios):.2f}"))
     show(what, ("part", "best", "median", "worst"), rows)
     if options.json is not None:
         plain = {"nodes": options.nodes, "ranks": options.ranks, "moved": options.moved, "seconds": found}

@@ -3,7 +3,7 @@
 ::
 
     each node's [facts]: which cuts its memory holds → [decide]: the cut, where each rank reads it, why not a newer one
-    [shares]: which ranks captured the same
+    [shares]: which ranks captured the same. [placement]: which nodes keep copies or parity of each other's shares
     each rank's note of its death, in [faults] → [progress]: the same again, an older cut, or no more
                                                → [account]: what all faults of a run cost
 

@@ -13,14 +13,17 @@ module starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from lakeckpt.checkpoint.capture.links import Link
 from lakeckpt.checkpoint.capture.moves import Links, Moves, flat_bytes, link_of, wait_all
 from lakeckpt.checkpoint.capture.plan import CapturePlan
+from lakeckpt.checkpoint.state.tensors import as_bytes
 
 __all__ = ["Sample", "Samples"]
 
@@ -32,10 +35,12 @@ _WEIGHTS = np.arange(1, 2 * _BYTES // 8, 2, dtype=np.uint64) * np.uint64(0x9E377
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The spots of one cut: ``moves`` from copies on devices, and ``here`` the rows of spots in host memory."""
+    """The spots of one cut: ``moves`` from copies on devices, ``here`` the rows of spots in host memory, and
+    ``middles`` the spots of divided tensors, by device, which are there when the moves were made."""
 
     moves: Moves
     here: torch.Tensor
+    middles: list[torch.Tensor]
 
 
 class Samples:
@@ -54,16 +59,15 @@ class Samples:
     ) -> None:
         self._plan, self._frozen = plan, frozenset(frozen)
         self._spots = [*_spots(plan), *_spots_of(plan, sorted(self._frozen))]
-        wholes = dict(sorted((divided or {}).items()))
-        self.divided = tuple(wholes)
+        self.divided = tuple(sorted(divided or {}))
         """The keys of the tensors that are divided, in the order of `sums`."""
-        middles = [(key, *_middle(one.nbytes), 0) for key, one in wholes.items()]
-        self._rows = torch.zeros(len(self._spots) + len(middles), _BYTES, dtype=torch.uint8)
+        self._middles = _Middles([divided[key] for key in self.divided] if divided else [], links)
+        self._rows = torch.zeros(len(self._spots), _BYTES, dtype=torch.uint8)
         self._moves = Moves()
         self._linked: list[bool] = []
         flats: dict[str, torch.Tensor | None] = {}
-        for row, (key, start, stop, _) in zip(self._rows, [*self._spots, *middles], strict=True):
-            tensor = wholes[key] if key in wholes else plan.late[key]
+        for row, (key, start, stop, _) in zip(self._rows, self._spots, strict=True):
+            tensor = plan.late[key]
             if key not in flats:
                 flats[key] = flat_bytes(tensor)
             flat = flats[key]
@@ -81,7 +85,8 @@ class Samples:
 
     def take(self) -> Sample:
         """Copy the spots as they are now; on a device, after all work that this thread has queued."""
-        return Sample(moves=self._moves.kept(), here=self._rows.clone())
+        moves = self._moves.kept()
+        return Sample(moves=moves, here=self._rows.clone(), middles=self._middles.take(moves))
 
     def changed(self, sample: Sample, data: memoryview) -> frozenset[str]:
         """Return the keys of tensors whose bytes in ``data``, a filled generation, differ from the sample."""
@@ -98,17 +103,46 @@ class Samples:
         )
 
     def sums(self, sample: Sample) -> bytes:
-        """Return 8 bytes of each divided tensor, the sum of its spot. Call it after `changed`, for the same sample."""
-        first = len(self._spots)
-        linked = np.array(self._linked[first:], dtype=np.bool_)[:, None]
-        rows = np.where(linked, self._rows[first:].numpy(), sample.here[first:].numpy())
-        sums: bytes = (rows.view(np.uint64) * _WEIGHTS).sum(axis=1, dtype=np.uint64).tobytes()
+        """Return 8 bytes of each divided tensor, the sum of its spot. Call it after `changed`, with the same sample."""
+        return self._middles.sums(sample.middles)
+
+
+class _Middles:
+    """64 bytes from the middle of each of these contiguous tensors. One call of torch takes those of a device."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], links: Links) -> None:
+        self._count = len(tensors)
+        self._devices: dict[torch.device, tuple[Link | None, list[torch.Tensor], list[npt.NDArray[np.int64]]]] = {}
+        for number, one in enumerate(tensors):
+            start = one.nbytes // 2 // _BYTES * _BYTES
+            view = as_bytes(one)[start : start + _BYTES]
+            _, views, places = self._devices.setdefault(one.device, (link_of(one, links), [], []))
+            views.append(view)
+            places.append(np.arange(number * _BYTES, number * _BYTES + len(view)))
+        self._places = [np.concatenate(places) for _, _, places in self._devices.values()]
+
+    def take(self, moves: Moves) -> list[torch.Tensor]:
+        """Copy them as they are now, and return host memory in which they lie when ``moves`` were made."""
+        found = []
+        for link, views, _ in self._devices.values():
+            together = torch.cat(views)
+            if link is None:
+                together = together.cpu()
+            else:
+                link.order()
+                source, together = together, torch.empty(together.shape, dtype=torch.uint8)
+                moves.add(together, source, link)
+            found.append(together)
+        return found
+
+    def sums(self, taken: Sequence[torch.Tensor]) -> bytes:
+        """Return the sum of each, 8 bytes."""
+        rows = np.zeros(self._count * _BYTES, np.uint8)
+        for places, one in zip(self._places, taken, strict=True):
+            rows[places] = one.numpy()
+        words = rows.view(np.uint64).reshape(self._count, _BYTES // 8)
+        sums: bytes = (words * _WEIGHTS).sum(axis=1, dtype=np.uint64).tobytes()
         return sums
-
-
-def _middle(size_bytes: int) -> tuple[int, int]:
-    start = size_bytes // 2 // _BYTES * _BYTES
-    return start, min(size_bytes, start + _BYTES)
 
 
 def _spots_of(plan: CapturePlan, keys: Iterable[str]) -> list[tuple[str, int, int, int]]:

@@ -135,14 +135,16 @@ class Aftermath:
         life = _life(view) if restarts else set[int]()
         recorded = [fault.first for entry in view.restores for fault in entry.faults]
         least = os.environ.get(MIN_NODES)
-        excluded = crashed(exclusions_in(view))
+        exclusions = exclusions_in(view)
         self._deaths = [one for one in (*recorded, *self._firsts) if one.attempt in life]
         level = level_of(
             self._deaths,
             nodes=len(tally.facts[_NODE]),
             least_nodes=int(least) if least else None,
-            may_exclude=excluded < self._max_excluded,
+            may_exclude=crashed(exclusions) < self._max_excluded,
         )
+        if level.poison is not None and _is_carried_out(exclusions, self._deaths[-1]):
+            level = Level()  # an attempt without these rows has begun, and no death came after it
         reached = max(1, self._firsts[-1].step) if self._firsts else 0
         return Tally.of([{_RESTARTS: str(restarts), _LEVEL: level.to_text(), _REACHED: str(reached)}])
 
@@ -322,6 +324,11 @@ def _life(view: LogView) -> set[int]:
         if not begin.restarts:
             break
     return found
+
+
+def _is_carried_out(exclusions: Collection[Exclusion], last: FaultNote) -> bool:
+    """Return whether the verdict on the ``last`` death is on record: its rows have left the deal."""
+    return any(one.reason == "crash" and not one.withdrawn and one.attempt == last.attempt for one in exclusions)
 
 
 def _first_causes(notes: Collection[FaultNote], *, since: int) -> list[FaultNote]:

@@ -1,0 +1,42 @@
+"""A row that ends a job again and again leaves the deal, on any topology: every other row counts once, on record."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lakeckpt.checkpoint.ledger.audit import audit
+from lakeckpt.lake.storage.open import open_storage
+from tests.jobs import poisoned
+
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "2 ranks, then 4": (2, 4, {}),
+    "4 ranks, then 1, without captures": (4, 1, {"captures": False}),
+    "2 ranks, killed by a signal, with workers, then 3": (2, 3, {"workers": 1, "by": "SIGSEGV"}),
+    "2 ranks, packed, then 4": (2, 4, {"packed": True}),
+    "4 ranks, packed, without captures, then 2": (4, 2, {"packed": True, "captures": False}),
+    "3 ranks, without captures, with workers, then 2": (3, 2, {"captures": False, "workers": 1}),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES)
+def test_a_row_that_ends_the_job_three_times_leaves_the_deal_on_any_topology(tmp_path: Path, case: str) -> None:
+    first, second, options = CASES[case]
+    poisoned.write_tables(tmp_path / "table")
+    said = poisoned.run(tmp_path, ranks=first, steps=2, **options)
+    assert "3 deaths in a row without progress" in said or "excluded" in said, said
+    poisoned.run(tmp_path, ranks=second, **options)
+    report = audit(open_storage(tmp_path / "run"))
+    is_packed = options.get("packed", False)
+    size = 5 if is_packed else 1
+    counts, every = poisoned.keys(tmp_path), Counter(range(poisoned.ROWS * (3 if is_packed else 1)))
+    missing = every - counts
+    assert not counts - every and sum(missing.values()) == report.excluded * size == poisoned.BATCH * size
+    assert {poisoned.POISON} & {key // 3 if is_packed else key for key in missing}
+    assert report.verdict == "except", report
+    sizes = [len(batch) for batches in poisoned.used(tmp_path).values() for batch in batches]
+    assert all(sizes), "no batch is empty"
