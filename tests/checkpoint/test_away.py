@@ -17,6 +17,7 @@ from lakeckpt.checkpoint.arena.markers import Marker, launchers, leave_marker, m
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.cli.main import main
 from lakeckpt.errors import SaveFailed, StorageError
+from lakeckpt.lake.storage.base import expect_folder
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.agent.rig import fill, plan
 from tests.checkpoint.rig import Counter, HubExchange, good, manager, run_ranks
@@ -275,3 +276,17 @@ def test_a_save_into_a_folder_that_is_away_fails_and_makes_nothing_there(how: st
     site.bring_back()
     assert one.save().step == 2
     assert [entry.step for entry in read_history(LocalStorage(site.run)).chain] == [1, 2]
+
+
+@pytest.mark.parametrize("how", ["renamed", "emptied"])
+def test_an_agent_that_starts_when_the_folder_is_away_makes_no_run_there(how: str, tmp_path: Path) -> None:
+    if how == "emptied":
+        (tmp_path / "run").mkdir()
+    storage = LocalStorage(tmp_path / "run")
+    expect_folder(storage, "log", is_known=True)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="is away"):
+            storage.put("parts/one", [b"part"])
+    assert not list(tmp_path.rglob("parts"))
+    (tmp_path / "run" / "log").mkdir(parents=True)
+    storage.put("parts/one", [b"part"])

@@ -73,7 +73,7 @@ def main(trainer: int) -> int:
         name = f"rank {begin.rank} of {begin.world_size}, attempt {begin.attempt.number}"
         _log(f"begins: {name}, to {redact_uri(begin.uri)}")
         storage = open_storage(begin.uri, storage_options=begin.storage_options or None)
-        expect_folder(storage, LOG)
+        expect_folder(storage, LOG, is_known=True)  # the trainer has begun there; the place may be away since then
     except LakeckptError as error:
         _log(f"{name} cannot be served: {error.kind}: {error}")
         report(Unable(kind=error.kind, text=str(error)))

@@ -230,15 +230,15 @@ def clear_leftovers(storage: Storage) -> int:
     return int(clear()) if callable(clear) else 0
 
 
-def expect_folder(storage: Storage, folder: str) -> None:
+def expect_folder(storage: Storage, folder: str, *, is_known: bool = False) -> None:
     """Let puts into a local folder fail from now on if ``folder`` in it is gone: the place was renamed or unmounted.
 
     A put would make the place anew, and what lies there would be hidden when the place comes back. Object stores have
-    no folders: this does nothing there.
+    no folders: this does nothing there. ``is_known``: as in `LocalStorage.expect_folder`.
     """
     expect = getattr(storage, "expect_folder", None)
     if callable(expect):
-        expect(folder)
+        expect(folder, is_known=is_known)
 
 
 def delete_all(storage: Storage, paths: Sequence[str]) -> None:

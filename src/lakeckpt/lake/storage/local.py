@@ -140,13 +140,14 @@ class LocalStorage:
         with self._explaining("read", path), self._opened(path):
             return os.path.join(self.name, path)
 
-    def expect_folder(self, folder: str) -> None:
+    def expect_folder(self, folder: str, *, is_known: bool = False) -> None:
         """Let puts fail from now on if ``folder`` is gone that this process has seen there.
 
         A folder that another machine has just made may be invisible here for some seconds, so it must be seen first.
+        ``is_known``: another process has seen it, and whoever puts tries again for longer than that.
         """
         self._expected = os.path.join(self._root, folder)
-        self._was_there = os.path.isdir(self._expected)
+        self._was_there = is_known or os.path.isdir(self._expected)
 
     def clear_leftovers(self) -> int:
         """Remove the temporary files of writers that died, and return how many they were."""
