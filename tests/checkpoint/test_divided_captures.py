@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.arena import dividing
 from lakeckpt.checkpoint.async_save import Background
+from lakeckpt.checkpoint.capture import plan
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.restore.restorer import RestoreReport
@@ -33,6 +34,7 @@ from tests.tracking.processes import run_processes
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dividing, "_LARGE_BYTES", 2000)
+    monkeypatch.setattr(plan, "kept_alike", lambda _: True)  # ranks that are threads have no DDP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +135,26 @@ def test_a_device_sums_all_bytes_of_a_tensor(size: int, start: int) -> None:
     whole = data.numpy().tobytes() + bytes(-size % 8)
     right = sum(int.from_bytes(whole[at : at + 8], "little") for at in range(0, len(whole), 8)) % 2**64
     assert tensors._sums_on_devices([data]) == [right]
+
+
+def test_only_what_ddp_keeps_alike_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Alike(torch.nn.Module):
+        """DDP needs a process group."""
+
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    monkeypatch.undo()
+    monkeypatch.setattr(plan, "DDP", Alike)
+    inner, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    model, average = Alike(inner), torch.optim.swa_utils.AveragedModel(inner)
+    trains = torch.optim.SGD(inner.parameters(), lr=0.1)
+    assert plan.kept_alike({"model": model, "optimizer": trains, "average": average})
+    assert plan.kept_alike({"model": model})
+    assert not plan.kept_alike({"model": inner, "optimizer": trains})
+    assert not plan.kept_alike({"model": model, "other": other, "both": torch.optim.SGD(other.parameters(), lr=0.1)})
+    assert not plan.kept_alike({"optimizer": trains})
 
 
 def without_buffers(state: dict[str, bytes]) -> dict[str, bytes]:

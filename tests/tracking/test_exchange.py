@@ -265,6 +265,36 @@ def test_a_rank_that_comes_too_late_for_the_answer_of_a_rank_0_that_has_ended_sa
     assert "rank 0" in missing(job.begin(0, 1)[1])
 
 
+class Late:
+    """A store of a rank whose process gets no processor before it reads an answer, until rank 0 waits for it."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.reads, self.goes = threading.Event(), threading.Event()
+
+    def get(self, key: str) -> Any:
+        if key.endswith("/answer"):
+            self.reads.set()
+            assert self.goes.wait(PATIENCE_S)
+        return self._store.get(key)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_rank_0_removes_no_answer_that_a_rank_is_about_to_read(pool: ThreadPoolExecutor) -> None:
+    job = Job(2, pool)
+    late = Late(job.ranks[1]._store)
+    job.ranks[1]._store = late  # type: ignore[assignment]
+    begun = job.begin(1, 0)
+    assert late.reads.wait(PATIENCE_S)
+    closing = job.started(job.ranks[0].close)  # it waits, or has ended
+    assert job.store.check([f"{job.ranks[0]._name}/{job.ranks[0]._round - 1}/answer"])
+    late.goes.set()
+    assert [len(one.result(PATIENCE_S).facts["rank"]) for one in begun] == [2, 2]
+    closing.result(PATIENCE_S)
+
+
 def test_a_rank_that_stops_after_its_facts_keeps_nobody_from_the_round(pool: ThreadPoolExecutor) -> None:
     job = Job(2, pool)
     begun = job.begin(1)

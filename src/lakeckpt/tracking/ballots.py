@@ -48,8 +48,8 @@ class Ballot:
 
     @property
     def read(self) -> str:
-        """The key that counts the ranks that have read the answer; and `SILENT` more if the answer says nothing, so
-        that nobody reads more."""
+        """The key that counts for each rank that it has come to the answer, and that it has read it; and `SILENT` more
+        if the answer says nothing, so that nobody reads it."""
         return f"{self._name}/read"
 
     @property

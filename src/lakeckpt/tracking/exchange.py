@@ -209,12 +209,14 @@ class StoreExchange(Exchange):
             if self._until(key, 2, lambda: [] if self._store.check([key]) else [0], wake=wake):
                 says_nothing = self._store.add(ballot.read, 1) > SILENT
                 answer: bytes = _NOTHING if says_nothing else self._store.get(key)
+                if not says_nothing:
+                    self._store.add(ballot.read, 1)
                 if not answer:  # rank 0 has ended, and the answer went with it, before this rank came to read it
                     raise self._missing([0])
             else:
                 answer = _put_once(self._store, key, answer_to_bytes(self._missing([0])))
                 ballot.end()  # rank 0 waits for nobody, and takes this answer
-                self._store.add(ballot.read, 1)
+                self._store.add(ballot.read, 2)
             self._keys.append((number, wake))
             tally = tally_from_bytes(answer)
             self._remove_before(number)
@@ -347,14 +349,20 @@ class StoreExchange(Exchange):
         if self.rank or not self._keys or self._is_gone:
             return
         last, readers = self._ballot(self._round - 1), len(self._present)
+
+        def have_read() -> bool | None:
+            found: int = self._store.add(last.read, 0)
+            return found % SILENT >= readers * (1 if found >= SILENT else 2) or None
+
         with contextlib.suppress(RuntimeError):
-            poll(
-                lambda: self._store.add(last.read, 0) % SILENT >= readers or None,
+            all_have = poll(
+                have_read,
                 waiter=self._waiter,
                 timeout_s=min(_FAREWELL_S, self._timeout_s),
                 longest_s=_SHORT_S,
             )
-            for key in (*self._texts, *map(last.wake, self._present), *(key for _, key in self._keys)):
+            used = (*self._texts, *map(last.wake, self._present), *(key for _, key in self._keys))
+            for key in used if all_have else ():  # a rank that reads a key that is gone would wait for ever
                 self._store.delete_key(key)
         self._keys, self._texts = [], ()
 

@@ -22,18 +22,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lakeckpt.checkpoint.arena.contents import TensorPlace, TensorTable
 from lakeckpt.checkpoint.arena.dividing import Division, RowBox
 from lakeckpt.checkpoint.arena.slices import SlicePlan, aligned, fitting_slice_bytes, plan_slices
 from lakeckpt.checkpoint.capture.sources import Renewed, Sources
+from lakeckpt.checkpoint.capture.state_watch import parts_of
 from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.format.parts import SHARING
 from lakeckpt.checkpoint.format.sharing import is_part_key, sharing_to_bytes
 from lakeckpt.checkpoint.state.tensors import refuse_overlaps, spec_of, sums_of
 from lakeckpt.errors import CaptureWarning
 
-__all__ = ["CapturePlan", "Planner", "plan_capture"]
+__all__ = ["CapturePlan", "Planner", "kept_alike", "plan_capture"]
 
 _ROOM_BYTES = 64 * 2**10
 _SMALL_BYTES = 64 * 2**10
@@ -78,7 +80,9 @@ class Planner:
 
     def divisible(self) -> Mapping[str, torch.Tensor]:
         """Return the tensors of the state as it is now that replicas could divide; none if ranks divide tensors of the
-        state already, by a mesh."""
+        state already, by a mesh, or if nothing keeps them alike."""
+        if not kept_alike(self._objects):
+            return {}
         sources = Sources(self._objects)
         late = {} if sources.shared else sources.late
         return {key: one for key, one in late.items() if _can_be_divided(key, one)}
@@ -171,6 +175,18 @@ class Planner:
             document = sharing_to_bytes(self._sources.shared | dict.fromkeys(self._divided, self._division.sharing))
             documents[SHARING] = lambda: document
         return documents
+
+
+def kept_alike(objects: Mapping[str, Any]) -> bool:
+    """Return whether DistributedDataParallel keeps all parameters that the state's optimizers train alike on all ranks.
+    Without an optimizer in the state, all that need a gradient count."""
+    parts = [part for one in objects.values() for part in parts_of(one)]
+    tops = [part for part in parts if isinstance(part, torch.nn.Module)]
+    kept = {id(p) for top in tops for one in top.modules() if isinstance(one, DDP) for p in one.parameters()}
+    groups = [group for part in parts if isinstance(part, torch.optim.Optimizer) for group in part.param_groups]
+    trained = {id(p) for group in groups for p in group["params"]}
+    trained = trained or {id(p) for top in tops for p in top.parameters() if p.requires_grad}
+    return bool(trained) and trained <= kept
 
 
 def _can_be_divided(key: str, tensor: torch.Tensor) -> bool:
