@@ -21,6 +21,7 @@ import importlib.util
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import traceback
@@ -33,6 +34,7 @@ from unittest import mock
 from lakeckpt.checkpoint.ranks import LAUNCH, MIN_NODES
 from lakeckpt.cli.launch.attempts import ATTEMPTS_WITHOUT_BEGIN, WARM_DEATHS, Attempts
 from lakeckpt.errors import ConfigError, CrashLoop, NodeLeaves
+from lakeckpt.recovery.progress import LEAVES
 
 __all__ = ["PRELOAD", "parse"]
 
@@ -94,7 +96,7 @@ def _run(args: argparse.Namespace) -> int:
                 print(error, file=sys.stderr)
                 return attempts.ends or _status(error)
             except SignalException as ended:
-                return 128 + int(ended.sigval)
+                return attempts.ends or 128 + int(ended.sigval)
     return 0
 
 
@@ -248,6 +250,7 @@ def _agent_class(attempts: Attempts, ways: _Ways) -> Callable[..., Any]:
     """Return torch's agent, which asks ``ways`` how to start ranks, and tells ``attempts`` how they ended."""
     from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import SignalException
 
     class Agent(LocalElasticAgent):
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -263,6 +266,10 @@ def _agent_class(attempts: Attempts, ways: _Ways) -> Callable[..., Any]:
                 local = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
                 failures = {local[rank]: failure for rank, failure in (result.failures or {}).items()}
                 attempts.failed(worker_group.spec.max_restarts - self._remaining_restarts, failures)
+                if attempts.ends == LEAVES:
+                    _say("this node leaves the job, and the others go on")
+                    # At any other end the agent closes the rendezvous, and the launchers of the others end, too.
+                    raise SignalException("this node leaves the job", signal.SIGTERM)
                 if attempts.ends:
                     self._remaining_restarts = 0
                 elif attempts.is_hopeless and self._remaining_restarts:
