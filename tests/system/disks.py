@@ -35,6 +35,11 @@ class Disk:
             file.truncate(size_mib << 20)
         _run([*make, str(self.image)])
         self.path.mkdir()
+        # Other tests start processes in mount namespaces of their own, which keep what is mounted now. What is mounted
+        # in a shared folder is unmounted there, too: else the file system would live on, and stay shut down.
+        self._folder = folder
+        _run(["mount", "--bind", str(folder), str(folder)])
+        _run(["mount", "--make-shared", str(folder)])
         self.cuts = 0
         self._mounted = False
         self.mount()
@@ -61,6 +66,7 @@ class Disk:
         if self._mounted:
             self._unmount()
         self.image.unlink(missing_ok=True)
+        _run(["umount", str(self._folder)])
 
     def _unmount(self) -> None:
         _run(["umount", str(self.path)])
