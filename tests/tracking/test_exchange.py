@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lakeckpt.errors import CheckpointError, MissingRanksError
 from lakeckpt.tracking import exchange as module
+from lakeckpt.tracking.ballots import SILENT
 from lakeckpt.tracking.exchange import Exchange, StoreExchange, exchange_of_group
 from lakeckpt.tracking.obstacles import LEFT, STOPPED, own_node, own_process
 from lakeckpt.tracking.rounds import answer_to_bytes, tally_from_bytes
@@ -276,6 +277,8 @@ class Late:
         if key.endswith("/answer"):
             self.reads.set()
             assert self.goes.wait(PATIENCE_S)
+            if not self._store.check([key]):
+                raise RuntimeError("nobody sets this key again")
         return self._store.get(key)
 
     def __getattr__(self, name: str) -> Any:
@@ -289,9 +292,41 @@ def test_rank_0_removes_no_answer_that_a_rank_is_about_to_read(pool: ThreadPoolE
     begun = job.begin(1, 0)
     assert late.reads.wait(PATIENCE_S)
     closing = job.started(job.ranks[0].close)  # it waits, or has ended
-    assert job.store.check([f"{job.ranks[0]._name}/{job.ranks[0]._round - 1}/answer"])
+    is_there = job.store.check([f"{job.ranks[0]._name}/{job.ranks[0]._round - 1}/answer"])
     late.goes.set()
+    assert is_there
     assert [len(one.result(PATIENCE_S).facts["rank"]) for one in begun] == [2, 2]
+    closing.result(PATIENCE_S)
+
+
+class Slow:
+    """A store of rank 0, which says that an answer says nothing only when a rank has come to read it."""
+
+    def __init__(self, store: Any, reads: threading.Event) -> None:
+        self._store, self._reads = store, reads
+
+    def add(self, key: str, amount: int) -> Any:
+        if amount == SILENT:
+            assert self._reads.wait(PATIENCE_S)
+        return self._store.add(key, amount)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_rank_0_removes_no_answer_that_says_nothing_and_is_about_to_be_read(pool: ThreadPoolExecutor) -> None:
+    job = Job(3, pool)
+    late = Late(job.ranks[1]._store)
+    job.ranks[1]._store = late  # type: ignore[assignment]
+    job.ranks[0]._store = Slow(job.ranks[0]._store, late.reads)  # type: ignore[assignment]
+    begun = [job.started(job.ranks[rank].everyone, {}) for rank in (1, 2, 0)]
+    assert late.reads.wait(PATIENCE_S)
+    begun[2].result(PATIENCE_S)
+    closing = job.started(job.ranks[0].close)  # it waits, or has ended
+    is_there = job.store.check([f"{job.ranks[0]._name}/{job.ranks[0]._round - 1}/answer"])
+    late.goes.set()
+    assert is_there
+    assert [one.result(PATIENCE_S).facts for one in begun] == [{}] * 3
     closing.result(PATIENCE_S)
 
 

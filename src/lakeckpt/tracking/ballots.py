@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["SILENT", "Ballot"]
+__all__ = ["READ", "SILENT", "Ballot"]
 
-SILENT = 1 << 40
+READ, SILENT = 1 << 18, 1 << 40
 
 _IN_ONE = 31
 """How many ranks share a counter: counters have 63 bits, and a rank takes two of them."""
@@ -48,8 +48,8 @@ class Ballot:
 
     @property
     def read(self) -> str:
-        """The key that counts for each rank that it has come to the answer, and that it has read it; and `SILENT` more
-        if the answer says nothing, so that nobody reads it."""
+        """The key that counts the ranks that have come to the answer; `READ` more for each that has read it; and
+        `SILENT` more if the answer says nothing, so that a rank that comes later does not read it."""
         return f"{self._name}/read"
 
     @property

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lakeckpt.data.base.torch_private import job_store
 from lakeckpt.errors import LakeckptError, MissingRanksError
-from lakeckpt.tracking.ballots import SILENT, Ballot
+from lakeckpt.tracking.ballots import READ, SILENT, Ballot
 from lakeckpt.tracking.key_waits import KeyWaits
 from lakeckpt.tracking.obstacles import JobObstacles, Notes, Obstacles, own_node, own_process
 from lakeckpt.tracking.rounds import Rounds, answer_to_bytes, facts_from_bytes, tally_from_bytes
@@ -95,6 +95,7 @@ class StoreExchange(Exchange):
         self._keys: list[tuple[int, str]] = []  # that this rank removes, with the round that uses them last
         self._present: Sequence[int] = ()  # the ranks that have come to the last round that rank 0 has collected
         self._texts: Sequence[str] = ()  # the facts of the last round that rank 0 has read
+        self._readers = 0  # so many ranks read the last answer of rank 0: it says something, or they came early
         self._is_gone = False
         self._waits: KeyWaits | None = None
         self.obstacles: JobObstacles = JobObstacles(self, rank)
@@ -195,8 +196,9 @@ class StoreExchange(Exchange):
         self._keys += [(number, key) for key in ballot.keys]
         with self._reaching_the_store():
             found = _put_once(self._store, ballot.answer, data)
-            if found == _NOTHING:
-                self._store.add(ballot.read, SILENT)
+            self._readers = len(self._present)
+            if found == _NOTHING:  # ranks that have come by now read it, all others need not
+                self._readers = self._store.add(ballot.read, SILENT) % SILENT % READ
             if wakes := list(map(ballot.wake, self._present)):
                 self._store.multi_set(wakes, ["1"] * len(wakes))  # type: ignore[attr-defined]  # torch has it
             return found
@@ -210,13 +212,13 @@ class StoreExchange(Exchange):
                 says_nothing = self._store.add(ballot.read, 1) > SILENT
                 answer: bytes = _NOTHING if says_nothing else self._store.get(key)
                 if not says_nothing:
-                    self._store.add(ballot.read, 1)
+                    self._store.add(ballot.read, READ)
                 if not answer:  # rank 0 has ended, and the answer went with it, before this rank came to read it
                     raise self._missing([0])
             else:
                 answer = _put_once(self._store, key, answer_to_bytes(self._missing([0])))
                 ballot.end()  # rank 0 waits for nobody, and takes this answer
-                self._store.add(ballot.read, 2)
+                self._store.add(ballot.read, READ + 1)
             self._keys.append((number, wake))
             tally = tally_from_bytes(answer)
             self._remove_before(number)
@@ -348,11 +350,11 @@ class StoreExchange(Exchange):
         self.obstacles.close()
         if self.rank or not self._keys or self._is_gone:
             return
-        last, readers = self._ballot(self._round - 1), len(self._present)
+        last = self._ballot(self._round - 1)
 
         def have_read() -> bool | None:
-            found: int = self._store.add(last.read, 0)
-            return found % SILENT >= readers * (1 if found >= SILENT else 2) or None
+            read, came = divmod(self._store.add(last.read, 0) % SILENT, READ)
+            return (came >= len(self._present) and read >= self._readers) or None
 
         with contextlib.suppress(RuntimeError):
             all_have = poll(
