@@ -1,10 +1,10 @@
 """What does a job lose of which a random rank is killed again and again?  ``python -m benchmarks.kills [--kills N]``
 
 Ranks train a small model under DDP with a capture at each step, under `lakeckpt run`. A random rank is killed by
-SIGKILL at a random moment: in a step or a capture, in `restore()`, or at its start. Counted are the steps that were
-finished and done again, the time until the next step, and the rows in the job's own logs: each row has to count once.
-The same job runs without kills, and has to end with the same weights. Exit status 1: something of that does not hold,
-or a kill cost more than one step.
+SIGKILL at a random moment: in a step or a capture, in `restore()`, or at its start. Counted are the steps that all
+ranks had finished and that are done again, the time until the next step, and the rows in the job's own logs: each row
+has to count once. The same job runs without kills, and has to end with the same weights. Exit status 1: something of
+that does not hold, or a kill cost more than one step.
 """
 
 from __future__ import annotations

@@ -8,10 +8,14 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.faults.notes import begin_page, notes_in, page_path
+from lakeckpt.checkpoint.ranks import LAUNCH, note_page
 from lakeckpt.cli.launch.attempts import Attempts
 from lakeckpt.cli.main import main
 from lakeckpt.recovery.faults import PHASES
@@ -180,3 +184,19 @@ def test_attempts_without_progress_are_stuck_and_attempts_that_never_begin_are_h
         attempts.failed(number)
         assert attempts.is_stuck == (number in (2, 4, 5, 6))
         assert attempts.is_hopeless == (number == 6)
+
+
+def test_a_rank_that_is_killed_before_it_has_made_its_page_is_noted_from_a_page_of_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, arenas, digest = tmp_path / "launch", ArenaFolder(tmp_path / "arenas"), bytes(16)
+    launch.mkdir()
+    for name, value in ((LAUNCH, str(launch)), ("TORCHELASTIC_RESTART_COUNT", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    note_page(page_path(arenas.path, digest, 7, 5))
+    assert begin_page(arenas, digest, 7, 5, 8) is not None
+    failure = SimpleNamespace(exitcode=-9, error_file_data=None, timestamp=0)
+    Attempts(str(launch)).failed(2, {3: failure})
+    [note] = [one for one in notes_in(arenas.path, digest) if one.cause != "unknown"]
+    assert (note.rank, note.world, note.attempt, note.name) == (7, 8, 7, "signal SIGKILL")
+    assert note.batch is None and "before it had made its page" in note.text

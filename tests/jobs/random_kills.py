@@ -42,8 +42,11 @@ _LATEST_S = {"step": 3 * STEP_S, "restore": 0.3, "start": 0.3}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One kill. ``finished``: the furthest step that any rank had finished; ``restored``: from where the job went on;
-    ``felt_s``: until the next step was finished."""
+    """One kill. ``finished``: the furthest step that all ranks had finished; ``restored``: from where the job went on;
+    ``felt_s``: until the next step was finished.
+
+    The rank that is killed between its gradients and its update of a step is one step behind the others, which still
+    finish the step: the job has not."""
 
     kind: Kind
     rank: int
@@ -56,7 +59,7 @@ class Kill:
     @property
     def steps_again(self) -> int:
         """How many finished steps were done again."""
-        return self.finished - self.restored
+        return max(0, self.finished - self.restored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +134,7 @@ class _Job:
         if at_most == 1 or chance.randrange(_OFTEN):
             return [self._gone_on("step", rank, finished)]
         kind, other = chance.choice(_OTHERS), chance.randrange(self._ranks)
-        self._kill_at(kind, other, chance)
+        finished = max(finished, self._kill_at(kind, other, chance))
         felt = self._gone_on("step", rank, finished)
         return [felt, replace(felt, kind=kind, rank=other, finished=felt.restored)]
 
@@ -177,7 +180,10 @@ class _Job:
         )
 
     def _finished(self) -> int:
-        return max((one["step"] for one in self._noted("finished")), default=0)
+        furthest = dict.fromkeys(range(self._ranks), 0)
+        for one in self._noted("finished"):
+            furthest[one["rank"]] = max(furthest[one["rank"]], one["step"])
+        return min(furthest.values())
 
     def _noted(self, what: str) -> Iterator[dict[str, Any]]:
         for rank in range(self._ranks):

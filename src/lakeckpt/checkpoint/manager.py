@@ -268,7 +268,7 @@ class CheckpointManager(Closing):
         note_sharing(tally, self._tracks)
         settle(self._saves, tally, self._place, attempt, self._exchange)
         self._preemption.start(done, has_agent=self._place is not None)
-        note_begun(done, self._aftermath.page)
+        note_begun(done)
         return done
 
     def _begin(self, done: int, attempt: Attempt) -> Mapping[str, str]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lakeckpt.errors import ConfigError, TrackingError
 from lakeckpt.tracking.exchange import Exchange, exchange_of_group
 
-__all__ = ["LAUNCH", "MIN_NODES", "check_shared", "check_topology", "exchange_of", "note_begun"]
+__all__ = ["LAUNCH", "MIN_NODES", "check_shared", "check_topology", "exchange_of", "note_begun", "note_page"]
 
 LAUNCH = "LAKECKPT_LAUNCH"
 """The environment variable with the folder of the launcher, `lakeckpt run`, for notes of its ranks."""
@@ -73,10 +73,18 @@ def check_shared(exchange: Exchange, settings: Mapping[str, str]) -> None:
         )
 
 
-def note_begun(step: int, page: str = "") -> None:
-    """Tell the launcher of this process, if it is `lakeckpt run`, that an attempt began, at which step, and where the
-    ``page`` of this rank lies."""
+def note_page(page: str) -> None:
+    """Tell the launcher of this process, if it is `lakeckpt run`, where the ``page`` of this rank is about to lie."""
+    _tell("page.", page)
+
+
+def note_begun(step: int) -> None:
+    """Tell the launcher of this process, if it is `lakeckpt run`, that an attempt began, and at which step."""
+    _tell("", str(step))
+
+
+def _tell(what: str, text: str) -> None:
     if folder := os.environ.get(LAUNCH):
-        note = Path(folder, f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}.{os.environ.get('LOCAL_RANK', 0)}")
+        start, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0), os.environ.get("LOCAL_RANK", 0)
         with contextlib.suppress(OSError):  # the launcher is gone, and its folder with it
-            note.write_text(f"{step}\n{page}")
+            Path(folder, f"{start}.{what}{rank}").write_text(text)

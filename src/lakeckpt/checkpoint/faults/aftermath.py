@@ -34,12 +34,20 @@ from lakeckpt.checkpoint.consumed.exclusions import crashed, withdrawn
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack
 from lakeckpt.checkpoint.faults.batch_rows import positions_at, rows_of, say_rows
 from lakeckpt.checkpoint.faults.causes import cause_of_error
-from lakeckpt.checkpoint.faults.notes import begin_page, leave_note, note_of, notes_in, remove_notes, remove_old_notes
+from lakeckpt.checkpoint.faults.notes import (
+    begin_page,
+    leave_note,
+    note_of,
+    notes_in,
+    page_path,
+    remove_notes,
+    remove_old_notes,
+)
 from lakeckpt.checkpoint.faults.records import FirstStep, put_first_step, put_note
 from lakeckpt.checkpoint.format.manifest import Exclusion
 from lakeckpt.checkpoint.persist.history import exclusions_in
 from lakeckpt.checkpoint.persist.log import LogView
-from lakeckpt.checkpoint.ranks import LAUNCH, MIN_NODES
+from lakeckpt.checkpoint.ranks import LAUNCH, MIN_NODES, note_page
 from lakeckpt.core.state import State
 from lakeckpt.errors import CrashLoop, NodeLeaves, StateError, StorageError, TrackingError
 from lakeckpt.lake.storage.base import Storage, describe
@@ -222,6 +230,7 @@ class Aftermath:
         self._digest = digest_of_run(run, self._storage)
         if self._is_used:
             rank, world = self._exchange.rank, self._exchange.world_size
+            note_page(page_path(self._folder.path, self._digest, attempt, rank))  # first: it may be killed here
             self._beat = begin_page(self._folder, self._digest, attempt, rank, world)
             self.phase("restore")
 

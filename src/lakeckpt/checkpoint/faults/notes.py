@@ -27,12 +27,14 @@ from lakeckpt.watch.beat import Beat, Page, read_page
 
 __all__ = [
     "add_evidence",
+    "attempt_of",
     "begin_page",
     "leave_note",
     "mates_of",
     "note_at",
     "note_of",
     "notes_in",
+    "page_beside",
     "page_path",
     "remove_notes",
     "remove_old_notes",
@@ -49,12 +51,22 @@ def page_path(folder: str, digest: bytes, attempt: int, rank: int) -> str:
     return os.path.join(folder, f"{digest.hex()}.{attempt}.{rank}{_PAGE}")
 
 
+def attempt_of(page: str) -> int:
+    """Return the attempt of the page at this path."""
+    return int(os.path.basename(page).split(".")[1])
+
+
+def page_beside(page: str, rank: int) -> str:
+    """Return where the page of another ``rank`` lies, in the attempt of the ``page`` at this path."""
+    folder, name = os.path.split(page)
+    return page_path(folder, bytes.fromhex(name.split(".")[0]), attempt_of(page), rank)
+
+
 def mates_of(page: str) -> list[str]:
     """Return the paths of the pages of the other ranks of this node, in the attempt of the ``page`` at this path."""
     folder, name = os.path.split(page)
-    digest, attempt, *_ = name.split(".")
-    every = _pages_in(folder, bytes.fromhex(digest))
-    return [path for path, its in every if its == int(attempt) and path != page]
+    every = _pages_in(folder, bytes.fromhex(name.split(".")[0]))
+    return [path for path, its in every if its == attempt_of(page) and path != page]
 
 
 def begin_page(folder: ArenaFolder, digest: bytes, attempt: int, rank: int, world: int) -> Beat | None:
