@@ -3,8 +3,10 @@
 `killed` runs it, and kills from outside by SIGKILL. Each kill is of one of three kinds: ``step``: a random time after a
 random step, wherever in a step or a capture the rank is then; ``restore``: a random time after it has called
 `restore()`; ``start``: a random time after its script began. Between two kills the job comes on, so that none is taken
-for a crash loop. Ranks note what each step used, before `manager.step()`, and then that the step is finished.
-`tests/jobs/test_random_kills.py` and `benchmarks/kills.py` use it.
+for a crash loop. `tests/jobs/test_random_kills.py` and `benchmarks/kills.py` use it.
+
+Ranks note what each step uses, before its gradients are exchanged, and then that the step is finished. A rank that is
+killed after the exchange has not finished the step, but the others may have: the job goes on from their state.
 """
 
 from __future__ import annotations
@@ -241,11 +243,11 @@ def main(folder: Path) -> None:
         for batch in loader if loader.epoch == 0 else ():
             if not (folder / "hurry").exists():
                 time.sleep(STEP_S)
+            done += 1
+            note("used", step=done, ids=batch["id"].tolist())  # before others get the gradients: their state has them
             optimizer.zero_grad()
             trained(batch["x"][:, None]).square().sum().backward()
             optimizer.step()
-            done += 1
-            note("used", step=done, ids=batch["id"].tolist())
             manager.step(batch)
             note("finished", step=done)
     if rank == 0:
