@@ -195,7 +195,7 @@ def test_a_rank_that_is_killed_before_it_has_made_its_page_is_noted_from_a_page_
         monkeypatch.setenv(name, value)
     note_page(page_path(arenas.path, digest, 7, 5))
     assert begin_page(arenas, digest, 7, 5, 8) is not None
-    failure = SimpleNamespace(exitcode=-9, error_file_data=None, timestamp=0)
+    failure = SimpleNamespace(exitcode=-9, error_file_data=None)
     Attempts(str(launch)).failed(2, {3: failure})
     [note] = [one for one in notes_in(arenas.path, digest) if one.cause != "unknown"]
     assert (note.rank, note.world, note.attempt, note.name) == (7, 8, 7, "signal SIGKILL")

@@ -76,8 +76,9 @@ def _note(local_rank: int, paths: Mapping[int, str], failure: Any) -> None:
         said = failure.error_file_data.get("message", "")
         what, _, text = str(said.get("message", "") if isinstance(said, dict) else said).partition(": ")
         cause = "exception"
-    at_s = float(failure.timestamp or time.time())
-    leave_note(path, note_of(page, attempt_of(path), cause=cause, what=what, text=text, at_s=at_s))
+    leave_note(
+        path, note_of(page, attempt_of(path), cause=cause, what=what, text=text)
+    )  # torch's own time is whole seconds
 
 
 def _page_of(local_rank: int, paths: Mapping[int, str]) -> tuple[str, Page, str] | None:
