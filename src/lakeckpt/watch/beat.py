@@ -6,8 +6,9 @@ which micro-batch it was at. The page lies beside the arenas, ``<digest of the r
 nothing is captured.
 
 A page is an array of 512 words (u64, little endian). There is one writer, and readers tolerate that a word is newer
-than another one. The words from 16 to 223 are kept free for histories. The module imports without torch, and starts
-no threads.
+than another one. Three rings of 64 words say of the newest steps when each ended, and how many collectives and
+micro-batches there were until then; further words add up the nanoseconds of each phase. The module imports without
+torch, and starts no threads.
 """
 
 from __future__ import annotations
@@ -17,22 +18,35 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-__all__ = ["PAGE_BYTES", "Beat", "Page", "Phase", "ReaderBeat", "process_start", "process_state", "read_page"]
+__all__ = [
+    "PAGE_BYTES",
+    "Beat",
+    "Page",
+    "Phase",
+    "ReaderBeat",
+    "StepEnd",
+    "process_start",
+    "process_state",
+    "read_page",
+]
 
 PAGE_BYTES = 4096
 _MAGIC = 0x6C6B_6265_6174_0001
-Phase = Literal["start", "restore", "data", "compute", "save", "between", "ended"]
-"""What the rank does: it waits for a batch (data), works on one (compute), or is in the manager (save)."""
-_PHASES: tuple[Phase, ...] = ("start", "restore", "data", "compute", "save", "between", "ended")
+Phase = Literal["start", "restore", "data", "compute", "save", "between", "ended", "pause"]
+"""What the rank does: it waits for a batch (data), works on one (compute), is in the manager (save), or in a phase that
+the script has named (pause), such as its evaluation."""
+_PHASES: tuple[Phase, ...] = ("start", "restore", "data", "compute", "save", "between", "ended", "pause")
 _NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
 _COMPUTE, _SAVE = _NUMBERS["compute"], _NUMBERS["save"]
 
 _PID, _STARTED, _RANK, _WORLD, _LOCAL_RANK, _BEATS, _PHASE = 1, 2, 3, 4, 5, 6, 7
-_SINCE, _STEP, _BATCHES = 8, 9, 11
+_SINCE, _STEP, _COLLECTIVES, _BATCHES, _STACKS = 8, 9, 10, 11, 14
+_ENDS, _COUNTED, _TAKEN, _RING = 16, 80, 144, 64
+_SPENT = 208
 _READER, _EPOCH, _NEXT, _DEALT, _OF, _USED, _BEGUN, _ROWS, _ROWS_USED = range(224, 233)
 _FIRST, _LAST, _STALLED, _KILLED = range(233, 237)
 _TEXT = 256 * 8
@@ -52,6 +66,16 @@ class _Delivered(Protocol):
     def world_size(self) -> int: ...
     @property
     def rows(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnd:
+    """The end of an optimizer ``step``, by CLOCK_MONOTONIC, and the counts of the attempt until then."""
+
+    step: int
+    at_s: float
+    collectives: int
+    batches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +116,16 @@ class Page:
     """For how long saves have held up the training thread, up to the last step."""
     killed: int
     """How many processes the control group had lost for want of memory when the page was made."""
+    beats: int = 0
+    """How often the rank has said what it does."""
+    collectives: int = 0
+    """Collectives of the default group at the end of the last step; 0: not known."""
+    stacks: int = 0
+    """The signal on which the process writes its stacks into a file beside the page; 0: none."""
+    ends: tuple[StepEnd, ...] = ()
+    """The newest steps, the oldest first."""
+    spent_s: Mapping[Phase, float] = field(default_factory=dict)
+    """Seconds of each phase in this attempt."""
 
     @property
     def lives(self) -> bool:
@@ -127,7 +161,9 @@ class Beat:
         words[_RANK], words[_WORLD], words[_LOCAL_RANK] = rank, world, int(os.environ.get(_LOCAL) or 0)
         words[_BEGUN] = words[_STEP] = begun
         words[_KILLED] = killed
-        self.phase("start")
+        self.counts: Callable[[], int] | None = None
+        """Says how many collectives of the default group there were; None: nobody does."""
+        words[_PHASE], words[_SINCE] = _NUMBERS["start"], time.monotonic_ns()
         words[0] = _MAGIC  # last: until then it is no page
 
     def begins(self, step: int, readers: Mapping[str, tuple[int, int]]) -> None:
@@ -142,10 +178,19 @@ class Beat:
 
     def phase(self, phase: Phase) -> None:
         """The rank does something else now."""
-        words = self._words
-        words[_PHASE] = _NUMBERS[phase]
-        words[_SINCE] = time.monotonic_ns()
+        self._turn(_NUMBERS[phase])
+
+    def _turn(self, number: int) -> int:
+        """The rank begins the phase with this number. Returns when, in nanoseconds."""
+        words, now = self._words, time.monotonic_ns()
+        words[_SPENT + words[_PHASE]] += max(0, now - words[_SINCE])
+        words[_PHASE], words[_SINCE] = number, now
         words[_BEATS] += 1
+        return now
+
+    def writes_stacks(self, number: int) -> None:
+        """The process writes its stacks into `stacks_path` whenever it gets the signal with this number."""
+        self._words[_STACKS] = number
 
     def of_reader(self, number: int) -> ReaderBeat:
         """Return what the reader with this number calls."""
@@ -158,8 +203,7 @@ class Beat:
         words[_DEALT], words[_OF] = receipt.rank, receipt.world_size
         words[_BATCHES] += 1
         words[_ROWS] += receipt.rows
-        words[_PHASE], words[_SINCE] = _COMPUTE, time.monotonic_ns()
-        words[_BEATS] += 1
+        self._turn(_COMPUTE)
 
     def stepped(self, step: int, stalled_s: float) -> None:
         """An optimizer step is finished, and the manager may save. Saves have stalled the loop for so long before."""
@@ -169,8 +213,11 @@ class Beat:
         words[_LAST] = now = time.time_ns()
         words[_FIRST] = words[_FIRST] or now
         words[_STALLED] = int(1e9 * stalled_s)
-        words[_PHASE], words[_SINCE] = _SAVE, time.monotonic_ns()
-        words[_BEATS] += 1
+        if self.counts is not None:
+            words[_COLLECTIVES] = self.counts()
+        place = step % _RING
+        words[_COUNTED + place], words[_TAKEN + place] = words[_COLLECTIVES], words[_BATCHES]
+        words[_ENDS + place] = self._turn(_SAVE)
 
     def close(self, *, well: bool) -> None:
         """Stop writing. A rank that ends ``well`` removes its page; in a forked process nothing happens."""
@@ -238,7 +285,24 @@ def read_page(path: str) -> Page | None:
         last_step_s=words[_LAST] / 1e9,
         stalled_s=words[_STALLED] / 1e9,
         killed=words[_KILLED],
+        beats=words[_BEATS],
+        collectives=words[_COLLECTIVES],
+        stacks=words[_STACKS],
+        ends=_ends(words),
+        spent_s={name: words[_SPENT + number] / 1e9 for number, name in enumerate(_PHASES)},
     )
+
+
+def _ends(words: tuple[int, ...]) -> tuple[StepEnd, ...]:
+    """Return the newest steps of a page; the newest of all may be under way."""
+    last, first = words[_STEP], words[_BEGUN]
+    found = []
+    for step in range(max(first + 1, last - _RING + 2), last + 1):
+        place = step % _RING
+        if at_ns := words[_ENDS + place]:
+            counts = words[_COUNTED + place], words[_TAKEN + place]
+            found.append(StepEnd(step=step, at_s=at_ns / 1e9, collectives=counts[0], batches=counts[1]))
+    return tuple(found)
 
 
 def process_start(pid: int) -> int | None:
