@@ -6,8 +6,8 @@ which micro-batch it was at. The page lies beside the arenas, ``<digest of the r
 nothing is captured.
 
 A page is an array of 512 words (u64, little endian). There is one writer, and readers tolerate that a word is newer
-than another one. Three rings of 64 words say of the newest steps when each ended, and how many collectives and
-micro-batches there were until then; further words add up the nanoseconds of each phase. The module imports without
+than another one. A ring of 64 words says how many micro-batches there were at the end of each of the newest
+steps; further words add up the nanoseconds of each phase. The module imports without
 torch, and starts no threads.
 """
 
@@ -18,7 +18,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -28,7 +28,6 @@ __all__ = [
     "Page",
     "Phase",
     "ReaderBeat",
-    "StepEnd",
     "process_start",
     "process_state",
     "read_page",
@@ -36,20 +35,20 @@ __all__ = [
 
 PAGE_BYTES = 4096
 _MAGIC = 0x6C6B_6265_6174_0001
-Phase = Literal["start", "restore", "data", "compute", "save", "between", "ended", "pause"]
+Phase = Literal["start", "restore", "data", "compute", "save", "between", "ended", "own"]
 """What the rank does: it waits for a batch (data), works on one (compute), is in the manager (save), or in a phase that
-the script has named (pause), such as its evaluation."""
-_PHASES: tuple[Phase, ...] = ("start", "restore", "data", "compute", "save", "between", "ended", "pause")
+the script has named (own), such as its evaluation."""
+_PHASES: tuple[Phase, ...] = ("start", "restore", "data", "compute", "save", "between", "ended", "own")
 _NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
 _COMPUTE, _SAVE = _NUMBERS["compute"], _NUMBERS["save"]
 
 _PID, _STARTED, _RANK, _WORLD, _LOCAL_RANK, _BEATS, _PHASE = 1, 2, 3, 4, 5, 6, 7
-_SINCE, _STEP, _COLLECTIVES, _BATCHES, _STACKS = 8, 9, 10, 11, 14
-_ENDS, _COUNTED, _TAKEN, _RING = 16, 80, 144, 64
+_SINCE, _STEP, _BATCHES, _STACKS = 8, 9, 11, 14
+_TAKEN, _RING = 144, 64
 _SPENT = 208
 _READER, _EPOCH, _NEXT, _DEALT, _OF, _USED, _BEGUN, _ROWS, _ROWS_USED = range(224, 233)
 _FIRST, _LAST, _STALLED, _KILLED = range(233, 237)
-_TEXT = 256 * 8
+_NAME, _TEXT = 240 * 8, 256 * 8
 _LOCAL = "LOCAL_RANK"
 
 
@@ -66,16 +65,6 @@ class _Delivered(Protocol):
     def world_size(self) -> int: ...
     @property
     def rows(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepEnd:
-    """The end of an optimizer ``step``, by CLOCK_MONOTONIC, and the counts of the attempt until then."""
-
-    step: int
-    at_s: float
-    collectives: int
-    batches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +107,19 @@ class Page:
     """How many processes the control group had lost for want of memory when the page was made."""
     beats: int = 0
     """How often the rank has said what it does."""
-    collectives: int = 0
-    """Collectives of the default group at the end of the last step; 0: not known."""
+    name: str = ""
+    """The name of the phase, if the script has named it."""
     stacks: int = 0
     """The signal on which the process writes its stacks into a file beside the page; 0: none."""
-    ends: tuple[StepEnd, ...] = ()
-    """The newest steps, the oldest first."""
+    taken: tuple[tuple[int, int], ...] = ()
+    """The newest steps, the oldest first: (step, micro-batches of this attempt at its end)."""
     spent_s: Mapping[Phase, float] = field(default_factory=dict)
     """Seconds of each phase in this attempt."""
+
+    @property
+    def doing(self) -> str:
+        """The phase, by the name that the script has given it, if it has."""
+        return self.name if self.phase == "own" and self.name else self.phase
 
     @property
     def lives(self) -> bool:
@@ -161,8 +155,6 @@ class Beat:
         words[_RANK], words[_WORLD], words[_LOCAL_RANK] = rank, world, int(os.environ.get(_LOCAL) or 0)
         words[_BEGUN] = words[_STEP] = begun
         words[_KILLED] = killed
-        self.counts: Callable[[], int] | None = None
-        """Says how many collectives of the default group there were; None: nobody does."""
         words[_PHASE], words[_SINCE] = _NUMBERS["start"], time.monotonic_ns()
         words[0] = _MAGIC  # last: until then it is no page
 
@@ -180,13 +172,18 @@ class Beat:
         """The rank does something else now."""
         self._turn(_NUMBERS[phase])
 
-    def _turn(self, number: int) -> int:
-        """The rank begins the phase with this number. Returns when, in nanoseconds."""
+    def own_phase(self, name: str) -> None:
+        """The script begins a phase that it calls ``name``."""
+        data = name.encode()[: _TEXT - _NAME - 1]
+        self._map[_NAME : _NAME + 1 + len(data)] = bytes([len(data)]) + data
+        self.phase("own")
+
+    def _turn(self, number: int) -> None:
+        """The rank begins the phase with this number."""
         words, now = self._words, time.monotonic_ns()
         words[_SPENT + words[_PHASE]] += max(0, now - words[_SINCE])
         words[_PHASE], words[_SINCE] = number, now
         words[_BEATS] += 1
-        return now
 
     def writes_stacks(self, number: int) -> None:
         """The process writes its stacks into `stacks_path` whenever it gets the signal with this number."""
@@ -213,11 +210,8 @@ class Beat:
         words[_LAST] = now = time.time_ns()
         words[_FIRST] = words[_FIRST] or now
         words[_STALLED] = int(1e9 * stalled_s)
-        if self.counts is not None:
-            words[_COLLECTIVES] = self.counts()
-        place = step % _RING
-        words[_COUNTED + place], words[_TAKEN + place] = words[_COLLECTIVES], words[_BATCHES]
-        words[_ENDS + place] = self._turn(_SAVE)
+        words[_TAKEN + step % _RING] = words[_BATCHES]
+        self._turn(_SAVE)
 
     def close(self, *, well: bool) -> None:
         """Stop writing. A rank that ends ``well`` removes its page; in a forked process nothing happens."""
@@ -250,8 +244,9 @@ class ReaderBeat:
         self._beat.phase("between")
 
 
-def read_page(path: str) -> Page | None:
-    """Return what the page at ``path`` says; None if there is none."""
+def read_page(path: str, *, histories: bool = False) -> Page | None:
+    """Return what the page at ``path`` says; None if there is none. ``histories``: `Page.taken` and `Page.spent_s`,
+    too."""
     try:
         with open(path, "rb") as file:
             data = file.read(PAGE_BYTES)
@@ -286,23 +281,19 @@ def read_page(path: str) -> Page | None:
         stalled_s=words[_STALLED] / 1e9,
         killed=words[_KILLED],
         beats=words[_BEATS],
-        collectives=words[_COLLECTIVES],
+        name=data[_NAME + 1 : _NAME + 1 + data[_NAME]].decode("utf-8", "replace"),
         stacks=words[_STACKS],
-        ends=_ends(words),
-        spent_s={name: words[_SPENT + number] / 1e9 for number, name in enumerate(_PHASES)},
+        taken=_taken(words) if histories else (),
+        spent_s={name: words[_SPENT + at] / 1e9 for at, name in enumerate(_PHASES)} if histories else {},
     )
 
 
-def _ends(words: tuple[int, ...]) -> tuple[StepEnd, ...]:
-    """Return the newest steps of a page; the newest of all may be under way."""
-    last, first = words[_STEP], words[_BEGUN]
-    found = []
-    for step in range(max(first + 1, last - _RING + 2), last + 1):
-        place = step % _RING
-        if at_ns := words[_ENDS + place]:
-            counts = words[_COUNTED + place], words[_TAKEN + place]
-            found.append(StepEnd(step=step, at_s=at_ns / 1e9, collectives=counts[0], batches=counts[1]))
-    return tuple(found)
+def _taken(words: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the newest steps of a page, and the micro-batches at the end of each."""
+    last = words[_STEP]
+    return tuple(
+        (step, words[_TAKEN + step % _RING]) for step in range(max(words[_BEGUN], last - _RING + 1) + 1, last + 1)
+    )
 
 
 def process_start(pid: int) -> int | None:

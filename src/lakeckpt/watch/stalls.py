@@ -74,9 +74,10 @@ class Stall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLooks:
-    """Two looks at the ranks of a ``node``, a second apart. ``step``: the furthest that one of them had finished."""
+    """Two looks at the ranks of a node, a second apart. ``here``: the ranks that began there. ``step``: the furthest
+    that one of them had finished."""
 
-    node: str
+    here: tuple[Count, ...]
     step: Count
     first: tuple[RankLook, ...]
     second: tuple[RankLook, ...]

@@ -2,7 +2,7 @@
 
 `judge` compares two looks at all ranks, a second apart. Its rules come in this order, and the first one that fits wins:
 
-1. Ranks have ended: the first of them is to blame; if it ended well, it has left before the others.
+1. Ranks have ended: the first of them is to blame, or those that have left before the others.
 2. Ranks are stopped by a signal; a debugger, or a job that is stopped as a whole, is a pause, and nobody is blamed.
 3. Ranks are out of step: they have taken a micro-batch more or less than the others (`out_of_step`).
 4. The collectives that each rank has entered, as the flight recorder has them, say who waits for whom. Ranks that
@@ -51,23 +51,23 @@ class Verdict:
 
 
 def judge(
-    first: Mapping[int, RankLook], second: Mapping[int, RankLook], *, world: int, silent: Collection[str] = ()
+    first: Mapping[int, RankLook], second: Mapping[int, RankLook], *, world: int, here: Collection[int] = ()
 ) -> Verdict | None:
     """Return the verdict on two looks at the ranks of a job, rank → look; None if a rank that lives moved between them.
 
-    ``silent``: nodes that did not say in time what they see of their ranks.
+    ``here``: ranks of the nodes that have looked. If one of them is not among the looks, it has left.
     """
     living = [rank for rank, look in second.items() if not look.ended]
     if any(rank in first and first[rank].beats != second[rank].beats for rank in living):
         return None
-    for rule in (_ended, _paused_or_stopped):
+    if left := tuple(sorted(set(here) - second.keys())):
+        text = f"rank {_named(left)} has ended its training, the others wait"
+        return Verdict(ranks=left, kind="out of step", reason=text, certainty="certain")
+    for rule in (_ended, _paused_or_stopped, out_of_step):
         if (verdict := rule(second)) is not None:
             return verdict
-    if apart := out_of_step(second):
-        return apart
-    if silent and len(second) < world:
-        missing = tuple(sorted(set(range(world)) - set(second)))
-        text = f"the nodes of the others wait, and {', '.join(sorted(silent))} says nothing of ranks {_named(missing)}"
+    if missing := tuple(sorted(set(range(world)) - second.keys())):
+        text = f"the node of rank {_named(missing)} says nothing of its ranks, all others wait"
         return Verdict(ranks=missing, kind="network", reason=text, certainty="still")
     culprits, why, certainty = _by_collectives(second) or _by_minority(second)
     if not culprits:
@@ -84,7 +84,7 @@ def out_of_step(looks: Mapping[int, RankLook]) -> Verdict | None:
 
     Ranks that take other numbers of micro-batches by design, in each step or never, are not out of step.
     """
-    taken = {rank: {leaf.step: leaf.batches for leaf in look.history} for rank, look in looks.items()}
+    taken = {rank: dict(look.taken) for rank, look in looks.items()}
     if len(taken) < 2:
         return None
     steps = sorted(set.intersection(*(set(one) for one in taken.values())))
@@ -110,17 +110,12 @@ def _times(number: int) -> str:
 
 
 def _ended(looks: Mapping[int, RankLook]) -> Verdict | None:
-    dead = sorted((look for look in looks.values() if look.ended), key=lambda look: (look.status == 0, look.ended))
+    dead = sorted((look for look in looks.values() if look.ended), key=lambda look: (look.ended, look.rank))
     if not dead:
         return None
     one = dead[0]
-    if one.status == 0:
-        ranks = tuple(sorted(look.rank for look in dead))
-        text = f"rank {_named(ranks)} has left after step {one.step}, the others have not"
-        return Verdict(ranks=ranks, kind="out of step", reason=text, certainty="certain")
-    how = f"signal {-one.status}" if one.status is not None and one.status < 0 else f"status {one.status}"
-    how = "for a reason that is not known" if one.status is None else f"by {how}"
-    text = f"rank {one.rank} was the first to end, {how}{': ' + one.error if one.error else ''}"
+    how = f": {one.error}" if one.error else " for a reason that is not known"
+    text = f"rank {one.rank} was the first to end{how}"
     return Verdict(ranks=(one.rank,), kind="dead", reason=text, certainty="certain")
 
 

@@ -15,7 +15,6 @@ If `poll` itself comes late, as after the suspension of the machine, all times b
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -35,6 +34,8 @@ _LATE_S = 2.0
 _AGAIN_S = 2.0
 _STOPPED_S = 10.0
 _GAP_S = 1.0
+_CHECK_S = 2.0
+_MOST_STEPS = 63
 _SPARED: frozenset[Phase] = frozenset(("start", "restore", "ended"))
 """Nobody is to blame yet, or any more: ranks wait for each other by turns that have timeouts of their own."""
 
@@ -42,15 +43,14 @@ _SPARED: frozenset[Phase] = frozenset(("start", "restore", "ended"))
 class Ground(Protocol):
     """What a watcher stands on. Called by the thread that calls `Watcher.poll`; nothing raises."""
 
-    def pages(self) -> Mapping[int, Page]:
-        """Return the pages of the ranks of this node: rank → page."""
+    def pages(self, *, histories: bool = False) -> Mapping[int, Page]:
+        """Return the pages of the ranks of this node that train: rank → page."""
 
     def looks(self) -> NodeLooks:
         """Look at the ranks of this node twice, a second apart, with their stacks."""
 
-    def joined(self, looks: NodeLooks) -> tuple[Collection[NodeLooks], Collection[str]]:
-        """Give the looks of this node to the other nodes. Return those of all nodes that gave theirs in time, and the
-        names of nodes that did not."""
+    def joined(self, looks: NodeLooks) -> Collection[NodeLooks]:
+        """Give the looks of this node to the other nodes. Return those of all nodes that gave theirs in time."""
 
     def report(self, stall: Stall) -> None:
         """Write down a stall. A later report of a stall that began at the same time replaces the first one."""
@@ -82,7 +82,7 @@ class Watcher:
         self._polled_s: float | None = None
         self._look_s = 0.0
         """When the next look is due; 0: once the limit is over."""
-        self._counted = 0
+        self._step, self._stepped_s, self._checked_s = 0, 0.0, 0.0
         self._stall: Stall | None = None
         self._apart: Verdict | None = None
 
@@ -91,6 +91,9 @@ class Watcher:
         late = self._polled_s is not None and now_s - self._polled_s > POLL_S + _LATE_S
         self._polled_s = now_s
         pages = dict(self._ground.pages())
+        if not self._pages and pages:
+            page = min(pages.values(), key=lambda one: one.step)
+            self._limits.stepped([page.step_s] * min(page.step - page.begun - 1, _MOST_STEPS))  # before this watcher
         if late or pages.keys() != self._pages.keys():
             self._pages, self._moved, self._look_s = pages, dict.fromkeys(pages, now_s), 0.0
             return
@@ -106,25 +109,27 @@ class Watcher:
 
     def _learn(self, page: Page, gap_s: float) -> None:
         if gap_s > _GAP_S:
-            self._limits.gap(page.phase, gap_s)
+            self._limits.gap(page.doing, gap_s)
 
     def _goes_on(self, now_s: float) -> None:
         """Some rank moves: a stall is over."""
         self._look_s = 0.0
-        ends = min((page.ends for page in self._pages.values()), key=lambda one: one[-1].step if one else 0)
-        lengths = [b.at_s - a.at_s for a, b in itertools.pairwise(ends) if b.step > self._counted]
-        if ends and lengths:
-            self._limits.stepped(lengths)
-            self._counted = ends[-1].step
         if self._stall is not None:
             self._ground.report(replace(self._stall, ended_s=self._wall()))
             self._stall = None
-        if lengths and self._apart is None:
+        step = min(page.step for page in self._pages.values())
+        if step > self._step:
+            since_s, steps = now_s - self._stepped_s, step - self._step
+            if self._stepped_s:
+                self._limits.stepped([since_s / steps] * min(steps, _MOST_STEPS))
+            self._step, self._stepped_s = step, now_s
+        if self._apart is None and now_s > self._checked_s + _CHECK_S:
+            self._checked_s = now_s
             self._check_steps(now_s)
 
     def _check_steps(self, now_s: float) -> None:
         """Notice ranks that are out of step while the job goes on."""
-        looks = {rank: look_at_page(page) for rank, page in self._pages.items()}
+        looks = {rank: look_at_page(page) for rank, page in self._ground.pages(histories=True).items()}
         self._apart = out_of_step(looks)
         if self._apart is not None:
             self._say(self._apart, now_s, now_s, tuple(looks.values()), acts=not self._limits.is_new)
@@ -133,14 +138,15 @@ class Watcher:
     def _stands(self, now_s: float) -> None:
         """No rank moves."""
         since_s = max(self._moved.values())
-        phases = {page.phase for page in self._pages.values()}
+        phases = {page.doing for page in self._pages.values()}
         limit_s = max(self._limits.look_after_s(phase) for phase in phases)
         if now_s < (self._look_s or since_s + limit_s):
             return
-        nodes, silent = self._ground.joined(self._ground.looks())
+        nodes = self._ground.joined(self._ground.looks())
         first = {one.rank: one for node in nodes for one in node.first}
         second = {one.rank: one for node in nodes for one in node.second}
-        verdict = judge(first, second, world=self._world, silent=silent)
+        here = {rank for node in nodes for rank in node.here}
+        verdict = judge(first, second, world=self._world, here=here)
         self._polled_s = None  # looks take longer than a poll
         self._look_s = now_s + (now_s - since_s)
         if verdict is None:
@@ -151,7 +157,7 @@ class Watcher:
         if act_s is not None and self._acts:
             self._look_s = min(self._look_s, max(now_s + _AGAIN_S, since_s + act_s))
 
-    def _act_after_s(self, verdict: Verdict, phases: Collection[Phase]) -> float | None:
+    def _act_after_s(self, verdict: Verdict, phases: Collection[str]) -> float | None:
         """Return after how long a standstill of this kind is acted on; None: never."""
         if verdict.certainty in ("paused", "works"):
             return None

@@ -24,6 +24,7 @@ from lakeckpt.checkpoint.faults.causes import killed_for_memory
 from lakeckpt.errors import ArenaError, WireError
 from lakeckpt.recovery.faults import BatchAt, Cause, FaultNote, cut_off, explained
 from lakeckpt.watch.beat import Beat, Page, read_page
+from lakeckpt.watch.stacks import stacks_path
 
 __all__ = [
     "add_evidence",
@@ -174,7 +175,7 @@ def remove_old_notes(folder: str) -> None:
 
 
 def _remove(path: str) -> None:
-    for one in (path, _note_path(path)):
+    for one in (path, _note_path(path), stacks_path(path)):
         with contextlib.suppress(OSError):
             os.unlink(one)
 
