@@ -133,6 +133,7 @@ class Closing:
 
     def _save_last(self) -> None:
         """Save the last cut if it is not saved, on all ranks or on none, and wait for all saves."""
+        self._aftermath.phase("closing")
         if self._ready().is_saving(self._step):
             with self._reporter.warning_of(self._step):
                 self.wait()

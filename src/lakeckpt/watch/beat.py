@@ -35,10 +35,10 @@ __all__ = [
 
 PAGE_BYTES = 4096
 _MAGIC = 0x6C6B_6265_6174_0001
-Phase = Literal["start", "restore", "data", "compute", "save", "between", "ended", "own"]
-"""What the rank does: it waits for a batch (data), works on one (compute), is in the manager (save), or in a phase that
-the script has named (own), such as its evaluation."""
-_PHASES: tuple[Phase, ...] = ("start", "restore", "data", "compute", "save", "between", "ended", "own")
+Phase = Literal["start", "restore", "data", "compute", "save", "between", "ended", "own", "closing"]
+"""What the rank does: it waits for a batch (data), works on one (compute), is in the manager (save), in a phase that
+the script has named (own), such as its evaluation, or saves for the last time (closing)."""
+_PHASES: tuple[Phase, ...] = ("start", "restore", "data", "compute", "save", "between", "ended", "own", "closing")
 _NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
 _COMPUTE, _SAVE = _NUMBERS["compute"], _NUMBERS["save"]
 

@@ -38,6 +38,9 @@ _INNERMOST = 3
 _WAITS_IN = ("torch/distributed/", "torch/autograd/graph.py", "torch/nn/parallel/distributed.py")
 _LOOP_TICKS = 20
 """Of a hundred ticks of a second: a thread that uses so many is busy."""
+_SWITCHES, _BYTES = 10, 1 << 16
+"""A process that does nothing has fewer switches and moves less between two looks: the looks themselves cost some."""
+_CLOSING = "closing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +66,7 @@ def judge(
     if left := tuple(sorted(set(here) - second.keys())):
         text = f"rank {_named(left)} has ended its training, the others wait"
         return Verdict(ranks=left, kind="out of step", reason=text, certainty="certain")
-    for rule in (_ended, _paused_or_stopped, out_of_step):
+    for rule in (_ended, _paused_or_stopped, _closing, out_of_step):
         if (verdict := rule(second)) is not None:
             return verdict
     if missing := tuple(sorted(set(range(world)) - second.keys())):
@@ -133,6 +136,14 @@ def _paused_or_stopped(looks: Mapping[int, RankLook]) -> Verdict | None:
     return Verdict(ranks=tuple(sorted(stopped)), kind="stopped", reason=text, certainty="certain")
 
 
+def _closing(looks: Mapping[int, RankLook]) -> Verdict | None:
+    ranks = tuple(sorted(rank for rank, look in looks.items() if look.phase == _CLOSING))
+    if not ranks or len(ranks) == len(looks):
+        return None
+    text = f"rank {_named(ranks)} has left its loop after step {looks[ranks[0]].step}, the others have not"
+    return Verdict(ranks=ranks, kind="out of step", reason=text, certainty="certain")
+
+
 _Found = tuple[tuple[int, ...], str, Certainty | None]
 
 
@@ -191,9 +202,14 @@ def _by_minority(looks: Mapping[int, RankLook]) -> _Found:
     groups = _groups({rank: (look.phase, *_innermost(look)) for rank, look in looks.items()})
     if len(groups) == 1:
         return ((), "", "still") if waiting else (tuple(sorted(looks)), "all ranks do the same", None)
+    odd = tuple(sorted(rank for group in groups[1:] for rank in group))
     if len(groups[0]) == len(groups[1]):
-        return tuple(sorted(looks)), "the ranks do different things, and it is not clear which of them wait", None
-    return tuple(sorted(rank for group in groups[1:] for rank in group)), "the others do the same", None
+        odd = tuple(sorted(looks))
+        return odd, "the ranks do different things, and it is not clear which of them wait", None
+    if waiting >= looks.keys():
+        text = f"rank {_named(odd)} is in another collective than the others: they do not match. It is at "
+        return odd, f"{text}{_line(looks[odd[0]])}, the others at {_line(looks[groups[0][0]])}", "certain"
+    return odd, "the others do the same", None
 
 
 def _is_waiting(look: RankLook) -> bool:
@@ -232,7 +248,9 @@ def _reason(before: RankLook | None, look: RankLook) -> tuple[Kind, str, bool]:
         return "disk", f"waits for a disk ({process.waits_on})", False
     earlier = None if before is None else before.process
     ticks = 0 if earlier is None else process.ticks - earlier.ticks
-    moves = earlier is not None and (process.switches > earlier.switches or process.moved_bytes > earlier.moved_bytes)
+    moves = earlier is not None and (
+        process.switches > earlier.switches + _SWITCHES or process.moved_bytes > earlier.moved_bytes + _BYTES
+    )
     if bad is not None and process.state == "S":
         how = "has ended" if bad.state == "Z" else "is stopped"
         kind: Kind = "worker" if look.phase == "data" or bad.state == "T" else "child"

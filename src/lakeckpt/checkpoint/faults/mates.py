@@ -36,7 +36,7 @@ _STATUS_S = 2.0
 _STILL_S, _STEPS = 5.0, 3.0
 _SPARED_S = 60.0
 _STOPPED = "it was stopped"
-_SPARED: frozenset[Phase] = frozenset(("start", "restore", "save", "ended"))
+_SPARED: frozenset[Phase] = frozenset(("start", "restore", "save", "closing", "ended"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
