@@ -152,6 +152,8 @@ class Watcher:
         if verdict is None:
             return
         act_s = self._act_after_s(verdict, phases)
+        if self._stall is not None and self._stall.acted:
+            return  # once
         acts = not self._limits.is_new and act_s is not None and now_s - since_s >= act_s
         self._say(verdict, since_s, now_s, tuple(second.values()), acts=acts)
         if act_s is not None and self._acts:
