@@ -19,7 +19,8 @@ from tests.watch.made import in_script, looked
 def page(rank: int, **changes: Any) -> Page:
     found = Page(
         pid=100 + rank, started=1, rank=rank, world=4, phase="compute", since_s=0.0, begun=0, step=20, batches=20,
-        used=20, reader="train", epoch=0, next_step=21, dealt=rank, of_ranks=4, rows=80, first_step_s=1.0, last_step_s=2.9,
+        used=20, reader="train", epoch=0, next_step=21, dealt=rank, of_ranks=4, rows=80, first_step_s=1.0,
+        last_step_s=2.9,
         stalled_s=0.0, killed=0, beats=1,
     )  # fmt: skip
     return replace(found, **changes)

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from lakeckpt.wire.documents import from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["FEW_STEPS", "Habits", "Limits"]
+__all__ = ["ACT_S", "FEW_STEPS", "Habits", "Limits"]
 
+ACT_S = 300.0
+"""So long ranks may stand still, without doing anything, if nobody says otherwise."""
 FEW_STEPS = 8
 """Before so many steps nothing is known of a job."""
 _LEAST_S, _MOST_S, _FIRST_S = 3.0, 600.0, 60.0
 _STEPS, _TIMES, _LONGEST = 63, 3.0, 1.5
-_ACT_S = 300.0
 _KIND, _VERSION = "habits", (1, 0)
 
 
@@ -47,10 +48,11 @@ class Habits:
 
 
 class Limits:
-    """The limits of a job. ``habits``: those of its last attempt. ``restart_s``: what a restart costs."""
+    """The limits of a job. ``habits``: those of its last attempt. ``act_s``: ranks that do nothing are not ended
+    before so many seconds."""
 
-    def __init__(self, habits: Habits | None = None, *, restart_s: float = 30.0) -> None:
-        self._restart_s = restart_s
+    def __init__(self, habits: Habits | None = None, *, act_s: float = ACT_S) -> None:
+        self._act_s = act_s
         self._longest = dict(habits.longest_s) if habits else {}
         self._known_s = habits.step_s if habits else 0.0
         self._steps: deque[float] = deque(maxlen=_STEPS)
@@ -91,4 +93,4 @@ class Limits:
 
     def act_after_s(self, phase: str) -> float:
         """Return for how long ranks may stand still, without doing anything, before the job is started again."""
-        return max(_ACT_S, 2 * self._longest.get(phase, 0.0), 2 * self._restart_s)
+        return max(self._act_s, 2 * self._longest.get(phase, 0.0))

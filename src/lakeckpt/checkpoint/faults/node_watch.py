@@ -27,7 +27,7 @@ from lakeckpt.checkpoint.faults.records import habits_of, looks_of, put_habits, 
 from lakeckpt.errors import StorageError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.watch.beat import Page, read_page
-from lakeckpt.watch.limits import Limits
+from lakeckpt.watch.limits import ACT_S, Limits
 from lakeckpt.watch.looks import RankLook
 from lakeckpt.watch.rank_looks import look_at
 from lakeckpt.watch.stalls import NodeLooks, Stall
@@ -40,6 +40,7 @@ _JOIN_S, _ASK_S = 10.0, 0.5
 _TURN_S = 5.0
 """How often an agent that does not watch tries to."""
 _LIST_S = 2.0
+_ACT = "LAKECKPT_WATCH_ACT_S"
 _NOBODY = "nobody starts this job again: it runs under no launcher that does, or has no restarts left"
 
 
@@ -68,7 +69,7 @@ def _watch(watched: Watched, trainer: int, log: Callable[[str], None]) -> None:
         if not is_mine:
             return
         habits = habits_of(watched.storage)
-        limits = Limits(habits)
+        limits = Limits(habits, act_s=_act_s(log))
         may = is_started_again()
         watcher = Watcher(
             _Node(watched, ends, log),
@@ -84,6 +85,16 @@ def _watch(watched: Watched, trainer: int, log: Callable[[str], None]) -> None:
         if limits.habits != (habits or Limits().habits) and any(limits.habits.longest_s.values()):
             with contextlib.suppress(StorageError):
                 put_habits(watched.storage, limits.habits)
+
+
+def _act_s(log: Callable[[str], None]) -> float:
+    """Return for how long ranks may stand still, as the environment says it."""
+    given = os.environ.get(_ACT, "")
+    try:
+        return float(given) if given else ACT_S
+    except ValueError:
+        log(f"{_ACT} is a number of seconds, got {given!r}: {ACT_S:.0f} s hold")
+        return ACT_S
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ __all__ = [
     "attempt_of",
     "begin_page",
     "leave_note",
+    "living_pages",
     "mates_of",
     "note_at",
     "note_of",
@@ -156,6 +157,12 @@ def notes_in(folder: str, digest: bytes) -> list[FaultNote]:
         if note is not None:
             found.append(note)
     return found
+
+
+def living_pages(folder: str, digest: bytes) -> list[Page]:
+    """Return the pages of the ranks of this node that train the run with this digest, with their histories."""
+    pages = (read_page(path, histories=True) for path, _ in _pages_in(folder, digest))
+    return sorted((page for page in pages if page is not None and page.lives), key=lambda page: page.rank)
 
 
 def remove_notes(folder: str, digest: bytes, *, before: float = math.inf) -> None:
