@@ -1,4 +1,4 @@
-"""Limits that a job teaches: fifty jobs over 24 hours of virtual time are looked at rarely, and never ended wrongly."""
+"""StallLimits that a job teaches: fifty jobs over 24 hours of virtual time are looked at rarely, and never ended wrongly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from lakeckpt.watch.limits import FEW_STEPS, Habits, Limits
+from lakeckpt.watch.limits import FEW_STEPS, Habits, StallLimits
 from tests.watch.traces import Why, gaps, jobs
 
 
@@ -20,11 +20,11 @@ class Judged:
 
 def judged(number: int) -> Judged:
     """Watch a job for a day of virtual time, as the watcher does: looks at L, then each time it has doubled."""
-    limits, found, job = Limits(), Judged(), jobs(50)[number]
+    limits, found, job = StallLimits(), Judged(), jobs(50)[number]
     attempt = 0
     for gap in gaps(job):
         if gap.attempt != attempt:
-            limits, attempt = Limits(limits.habits), gap.attempt
+            limits, attempt = StallLimits(limits.habits), gap.attempt
         if gap.why is not Why.SUSPEND:
             limit = limits.look_after_s(gap.phase)
             while gap.length > limit:
@@ -49,7 +49,7 @@ def test_in_a_day_of_fifty_jobs_nothing_is_acted_on_before_300_seconds_and_each_
 
 
 def test_a_job_of_which_nothing_is_known_is_looked_at_after_a_minute_and_never_ended() -> None:
-    limits = Limits()
+    limits = StallLimits()
     assert limits.is_new and limits.look_after_s("data") == 60
     limits.stepped([0.1] * FEW_STEPS)
     assert not limits.is_new and limits.look_after_s("data") == 3
@@ -59,11 +59,11 @@ def test_a_job_of_which_nothing_is_known_is_looked_at_after_a_minute_and_never_e
 def test_a_phase_has_limits_by_its_own_longest_gap_also_in_the_next_attempt(
     phase: str, looked: float, acted: float
 ) -> None:
-    limits = Limits()
+    limits = StallLimits()
     limits.stepped([10.0] * 9)
     limits.gap("pause", 300.0)
     limits.gap("pause", 20.0)
-    next_limits = Limits(Habits.from_bytes(limits.habits.to_bytes()))
+    next_limits = StallLimits(Habits.from_bytes(limits.habits.to_bytes()))
     for one in (limits, next_limits):
         assert (one.look_after_s(phase), one.act_after_s(phase)) == (looked, acted)
     assert next_limits.is_new, "its own steps decide whether it acts"

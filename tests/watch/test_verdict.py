@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakeckpt.watch.looks import ProcessLook, RankLook
-from lakeckpt.watch.verdict import Verdict, judge
+from lakeckpt.watch.verdict import StallVerdict, judge
 from tests.watch.made import entered, in_script, job, looked
 
 
-def judged(looks: dict[int, RankLook], before: dict[int, RankLook] | None = None, **options: Any) -> Verdict:
+def judged(looks: dict[int, RankLook], before: dict[int, RankLook] | None = None, **options: Any) -> StallVerdict:
     verdict = judge(before or looks, looks, world=4, **options)
     assert verdict is not None
     return verdict

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lakeckpt.watch.beat import Page
-from lakeckpt.watch.limits import Habits, Limits
+from lakeckpt.watch.limits import Habits, StallLimits
 from lakeckpt.watch.looks import ProcessLook, RankLook
 from lakeckpt.watch.stalls import NodeLooks, Stall
 from lakeckpt.watch.watcher import POLL_S, Watcher
@@ -40,7 +40,7 @@ class Node:
 
     def watcher(self, *, acts: bool = True, habits: Habits | None = None, why_not: str = "") -> Watcher:
         wall = lambda: self.now_s  # noqa: E731
-        return Watcher(self, Limits(habits), attempt=3, world=4, acts=acts, why_not=why_not, wall=wall)
+        return Watcher(self, StallLimits(habits), attempt=3, world=4, acts=acts, why_not=why_not, wall=wall)
 
     def step(self) -> None:
         """All ranks do a step."""

@@ -3,7 +3,7 @@
 The limit of a phase is the largest of 3 s, three times the median of the last 63 steps, and one and a half times the
 longest gap between two beats that the job had in this phase; at most 10 min. Before eight steps it is 60 s, and nothing
 is acted on. A gap is longer than the job's habits allow before a look is taken, and far longer before anything is done:
-`Limits.act_after_s`.
+`StallLimits.act_after_s`.
 
 A job writes its gaps into its run, so that the next attempt knows them. The module is pure, and starts no threads.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from lakeckpt.wire.documents import from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["ACT_S", "FEW_STEPS", "Habits", "Limits"]
+__all__ = ["ACT_S", "FEW_STEPS", "Habits", "StallLimits"]
 
 ACT_S = 300.0
 """So long ranks may stand still, without doing anything, if nobody says otherwise."""
@@ -47,7 +47,7 @@ class Habits:
         return found
 
 
-class Limits:
+class StallLimits:
     """The limits of a job. ``habits``: those of its last attempt. ``act_s``: ranks that do nothing are not ended
     before so many seconds."""
 

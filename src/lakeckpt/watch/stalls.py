@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lakeckpt.watch.looks import RankLook
-from lakeckpt.watch.verdict import Verdict
+from lakeckpt.watch.verdict import StallVerdict
 from lakeckpt.wire.documents import Count, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
@@ -25,7 +25,7 @@ class Stall:
     """A stall of an ``attempt``. Times are in seconds since 1970, by the clock of the node that wrote it."""
 
     attempt: Count
-    verdict: Verdict
+    verdict: StallVerdict
     step: Count
     """The furthest step that a rank had finished."""
     began_s: float

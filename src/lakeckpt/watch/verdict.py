@@ -25,7 +25,7 @@ from typing import Literal
 from lakeckpt.watch.looks import Collective, Frame, RankLook, ThreadLook
 from lakeckpt.wire.documents import Count
 
-__all__ = ["Certainty", "Kind", "Verdict", "judge", "out_of_step"]
+__all__ = ["Certainty", "Kind", "StallVerdict", "judge", "out_of_step"]
 
 Kind = Literal[
     "dead", "stopped", "out of step", "lock", "gil", "loop", "socket", "disk", "file", "pipe", "child", "worker",
@@ -44,7 +44,7 @@ _CLOSING = "closing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class StallVerdict:
     """Which ``ranks`` hold up the others, of which ``kind`` the fault is, and the ``reason`` in a sentence."""
 
     ranks: tuple[Count, ...]
@@ -55,7 +55,7 @@ class Verdict:
 
 def judge(
     first: Mapping[int, RankLook], second: Mapping[int, RankLook], *, world: int, here: Collection[int] = ()
-) -> Verdict | None:
+) -> StallVerdict | None:
     """Return the verdict on two looks at the ranks of a job, rank → look; None if a rank that lives moved between them.
 
     ``here``: ranks of the nodes that have looked. If one of them is not among the looks, it has left.
@@ -65,23 +65,25 @@ def judge(
         return None
     if left := tuple(sorted(set(here) - second.keys())):
         text = f"rank {_named(left)} has ended its training, the others wait"
-        return Verdict(ranks=left, kind="out of step", reason=text, certainty="certain")
+        return StallVerdict(ranks=left, kind="out of step", reason=text, certainty="certain")
     for rule in (_ended, _paused_or_stopped, _closing, out_of_step):
         if (verdict := rule(second)) is not None:
             return verdict
     if missing := tuple(sorted(set(range(world)) - second.keys())):
         text = f"the node of rank {_named(missing)} says nothing of its ranks, all others wait"
-        return Verdict(ranks=missing, kind="network", reason=text, certainty="still")
+        return StallVerdict(ranks=missing, kind="network", reason=text, certainty="still")
     culprits, why, certainty = _by_collectives(second) or _by_minority(second)
     if not culprits:
         everybody = "all ranks wait in the same collective: the network or its library is at fault"
-        return Verdict(ranks=(), kind="network", reason=why or everybody, certainty=certainty or "still")
+        return StallVerdict(ranks=(), kind="network", reason=why or everybody, certainty=certainty or "still")
     if certainty == "certain":
-        return Verdict(ranks=culprits, kind="mismatch" if "match" in why else "cycle", reason=why, certainty=certainty)
+        return StallVerdict(
+            ranks=culprits, kind="mismatch" if "match" in why else "cycle", reason=why, certainty=certainty
+        )
     return _explained(culprits, why, first, second)
 
 
-def out_of_step(looks: Mapping[int, RankLook]) -> Verdict | None:
+def out_of_step(looks: Mapping[int, RankLook]) -> StallVerdict | None:
     """Return which ranks have taken a micro-batch more or less than the others, and stay by it: the difference was not
     there at an earlier step, and was the same at the last three steps that all have finished. None: no rank has.
 
@@ -105,43 +107,43 @@ def out_of_step(looks: Mapping[int, RankLook]) -> Verdict | None:
     at = next(step for step, one in zip(steps, apart[rank], strict=True) if one)
     text = f"rank {rank} has taken {_times(abs(apart[rank][-1]))} {'more' if apart[rank][-1] > 0 else 'less'} than the "
     text += f"others since step {at} ({taken[rank][last]} in all at step {last})"
-    return Verdict(ranks=culprits, kind="out of step", reason=text, certainty="certain")
+    return StallVerdict(ranks=culprits, kind="out of step", reason=text, certainty="certain")
 
 
 def _times(number: int) -> str:
     return f"{number} micro-batch{'es' if number > 1 else ''}"
 
 
-def _ended(looks: Mapping[int, RankLook]) -> Verdict | None:
+def _ended(looks: Mapping[int, RankLook]) -> StallVerdict | None:
     dead = sorted((look for look in looks.values() if look.ended), key=lambda look: (look.ended, look.rank))
     if not dead:
         return None
     one = dead[0]
     how = f": {one.error}" if one.error else " for a reason that is not known"
     text = f"rank {one.rank} was the first to end{how}"
-    return Verdict(ranks=(one.rank,), kind="dead", reason=text, certainty="certain")
+    return StallVerdict(ranks=(one.rank,), kind="dead", reason=text, certainty="certain")
 
 
-def _paused_or_stopped(looks: Mapping[int, RankLook]) -> Verdict | None:
+def _paused_or_stopped(looks: Mapping[int, RankLook]) -> StallVerdict | None:
     traced = [rank for rank, look in looks.items() if look.process is not None and look.process.tracer]
     stopped = [rank for rank, look in looks.items() if look.process is not None and look.process.state == "T"]
     if traced:
         text = f"rank {_named(sorted(traced))} is traced by a debugger"
-        return Verdict(ranks=(), kind="stopped", reason=text, certainty="paused")
+        return StallVerdict(ranks=(), kind="stopped", reason=text, certainty="paused")
     if not stopped:
         return None
     if len(stopped) == len(looks):
-        return Verdict(ranks=(), kind="stopped", reason="all ranks are stopped by a signal", certainty="paused")
+        return StallVerdict(ranks=(), kind="stopped", reason="all ranks are stopped by a signal", certainty="paused")
     text = f"rank {_named(sorted(stopped))} is stopped by a signal (SIGSTOP)"
-    return Verdict(ranks=tuple(sorted(stopped)), kind="stopped", reason=text, certainty="certain")
+    return StallVerdict(ranks=tuple(sorted(stopped)), kind="stopped", reason=text, certainty="certain")
 
 
-def _closing(looks: Mapping[int, RankLook]) -> Verdict | None:
+def _closing(looks: Mapping[int, RankLook]) -> StallVerdict | None:
     ranks = tuple(sorted(rank for rank, look in looks.items() if look.phase == _CLOSING))
     if not ranks or len(ranks) == len(looks):
         return None
     text = f"rank {_named(ranks)} has left its loop after step {looks[ranks[0]].step}, the others have not"
-    return Verdict(ranks=ranks, kind="out of step", reason=text, certainty="certain")
+    return StallVerdict(ranks=ranks, kind="out of step", reason=text, certainty="certain")
 
 
 _Found = tuple[tuple[int, ...], str, Certainty | None]
@@ -228,14 +230,14 @@ def _is_in_manager(main: ThreadLook) -> bool:
 
 def _explained(
     culprits: tuple[int, ...], why: str, first: Mapping[int, RankLook], second: Mapping[int, RankLook]
-) -> Verdict:
+) -> StallVerdict:
     """Say why the first of the ``culprits`` does not come on."""
     look = second[culprits[0]]
     kind, reason, works = _reason(first.get(look.rank), look)
     at = f" at {_line(look)}" if _line(look) else ""
     data = f", while its loader reads {look.reads}" if look.phase == "data" and look.reads else ""
     text = f"rank {_named(culprits)} {reason}{at} in {look.phase or 'an unknown phase'}{data}; {why}"
-    return Verdict(ranks=culprits, kind=kind, reason=text, certainty="works" if works else "still")
+    return StallVerdict(ranks=culprits, kind=kind, reason=text, certainty="works" if works else "still")
 
 
 def _reason(before: RankLook | None, look: RankLook) -> tuple[Kind, str, bool]:

@@ -21,11 +21,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from lakeckpt.watch.beat import Page, Phase
-from lakeckpt.watch.limits import Limits
+from lakeckpt.watch.limits import StallLimits
 from lakeckpt.watch.looks import RankLook
 from lakeckpt.watch.rank_looks import look_at_page
 from lakeckpt.watch.stalls import NodeLooks, Stall
-from lakeckpt.watch.verdict import Verdict, judge, out_of_step
+from lakeckpt.watch.verdict import StallVerdict, judge, out_of_step
 
 __all__ = ["POLL_S", "Ground", "Watcher"]
 
@@ -66,7 +66,7 @@ class Watcher:
     def __init__(
         self,
         ground: Ground,
-        limits: Limits,
+        limits: StallLimits,
         *,
         attempt: int,
         world: int,
@@ -84,7 +84,7 @@ class Watcher:
         """When the next look is due; 0: once the limit is over."""
         self._step, self._stepped_s, self._checked_s = 0, 0.0, 0.0
         self._stall: Stall | None = None
-        self._apart: Verdict | None = None
+        self._apart: StallVerdict | None = None
 
     def poll(self, now_s: float) -> None:
         """Look at the pages; if they stand still, look closer. ``now_s``: by a monotonic clock."""
@@ -159,7 +159,7 @@ class Watcher:
         if act_s is not None and self._acts:
             self._look_s = min(self._look_s, max(now_s + _AGAIN_S, since_s + act_s))
 
-    def _act_after_s(self, verdict: Verdict, phases: Collection[str]) -> float | None:
+    def _act_after_s(self, verdict: StallVerdict, phases: Collection[str]) -> float | None:
         """Return after how long a standstill of this kind is acted on; None: never."""
         if verdict.certainty in ("paused", "works"):
             return None
@@ -169,7 +169,9 @@ class Watcher:
             return _STOPPED_S
         return 0.0 if self._stall is not None else math.inf  # at the second look
 
-    def _say(self, verdict: Verdict, since_s: float, now_s: float, looks: tuple[RankLook, ...], *, acts: bool) -> None:
+    def _say(
+        self, verdict: StallVerdict, since_s: float, now_s: float, looks: tuple[RankLook, ...], *, acts: bool
+    ) -> None:
         """Report a stall, once, and again if it is acted on or the verdict is another one."""
         wall_s, known = self._wall(), self._stall
         stall = Stall(

@@ -27,7 +27,7 @@ from lakeckpt.checkpoint.faults.records import habits_of, looks_of, put_habits, 
 from lakeckpt.errors import StorageError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.watch.beat import Page, read_page
-from lakeckpt.watch.limits import ACT_S, Limits
+from lakeckpt.watch.limits import ACT_S, StallLimits
 from lakeckpt.watch.looks import RankLook
 from lakeckpt.watch.rank_looks import look_at
 from lakeckpt.watch.stalls import NodeLooks, Stall
@@ -69,7 +69,7 @@ def _watch(watched: Watched, trainer: int, log: Callable[[str], None]) -> None:
         if not is_mine:
             return
         habits = habits_of(watched.storage)
-        limits = Limits(habits, act_s=_act_s(log))
+        limits = StallLimits(habits, act_s=_act_s(log))
         may = is_started_again()
         watcher = Watcher(
             _Node(watched, ends, log),
@@ -82,7 +82,7 @@ def _watch(watched: Watched, trainer: int, log: Callable[[str], None]) -> None:
         )
         while not ends.poll(1000 * POLL_S):
             watcher.poll(time.monotonic())
-        if limits.habits != (habits or Limits().habits) and any(limits.habits.longest_s.values()):
+        if limits.habits != (habits or StallLimits().habits) and any(limits.habits.longest_s.values()):
             with contextlib.suppress(StorageError):
                 put_habits(watched.storage, limits.habits)
 
