@@ -1,63 +1,71 @@
-"""What does the page of a rank cost a step?  ``python -m benchmarks.beats [--steps N]``
+"""What does the watch cost?  ``python -m benchmarks.beats [--json FILE]``
 
-The beats of one step (the loop waits, gets a micro-batch, finishes the step, goes on) are written to a page in memory,
-in a loop that does nothing else, and the median of 15 repetitions is shown in microseconds of processor time. Beside
-it: the part of a step of 100 ms, and the time that a reader of the page takes.
+Measured are the stores of a rank into its page, the poll of a watcher over the pages of a node's ranks, and a look at
+a process with its stacks. The best of several turns counts: the machine may be busy.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 from benchmarks.measure import show
-from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.watch.beat import Beat, read_page
-
-_STEP_S = 0.1
-_TIMES = 15
-
-
-def microseconds(work: Callable[[int], object], count: int) -> float:
-    """Return the median processor time of one call, in microseconds."""
-    found = []
-    for _ in range(_TIMES):
-        begin = time.process_time()
-        for step in range(count):
-            work(step)
-        found.append(1e6 * (time.process_time() - begin) / count)
-    return statistics.median(found)
+from lakeckpt.watch.facts import look_at_process
+from lakeckpt.watch.stacks import stacks_of
+from lakeckpt.watch.watcher import POLL_S
 
 
-def main() -> None:
+def main() -> int:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20_000, help="of each repetition (default: 20000)")
-    steps = parser.parse_args().steps
-    spans = (Span(epoch=0, start=0, stop=8),)
-    receipt = Receipt(epoch=0, micro_batch=0, lane=0, step=0, rank=0, world_size=1, spans=spans, step_rows=8)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        beat = Beat(f"{folder}/page.beat", rank=0, world=1)
-        beat.begins(0, {"reader": (0, 0)})
-        reader = beat.of_reader(0)
+    parser.add_argument("--ranks", type=int, default=4, help="of a node (default: 4)")
+    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        beats = [Beat(f"{folder}/{rank}.beat", rank=rank, world=options.ranks) for rank in range(options.ranks)]
+        beat, receipt = beats[0], SimpleNamespace(epoch=0, step=1, rank=0, world_size=1, rows=4)
+        found = {
+            "a phase": _best(lambda: beat.phase("data"), 100_000),
+            "a micro-batch": _best(lambda: beat.delivered(0, receipt), 100_000),
+            "the end of a step": _best(lambda: beat.stepped(7, 0.0), 100_000),
+            "a poll of the pages": _best(lambda: [read_page(one.path) for one in beats], 300),
+        }
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+            time.sleep(1)
+            found["a look at a process"] = _best(lambda: look_at_process(process.pid), 100)
+            found["its stacks by py-spy"] = _best(lambda: stacks_of(process.pid, f"{folder}/0.beat", 0), 3)
+            process.kill()
+    share = found["a poll of the pages"] / POLL_S
+    show(f"{options.ranks} ranks", ("what", "seconds"), [(name, f"{1e6 * one:,.2f} us") for name, one in found.items()])
+    step_s = sum(found[name] for name in ("a phase", "a micro-batch", "the end of a step")) + 2 * found["a phase"]
+    load = os.getloadavg()[0]
+    print(f"a step of a rank: {1e6 * step_s:.1f} us; the watcher: {100 * share:.3f} % of a core; load {load:.1f}")
+    if options.json is not None:
+        options.json.write_text(
+            json.dumps({**found, "a step": step_s, "share of a core": share, "load": load}, indent=1) + "\n"
+        )
+    return 0
 
-        def step(number: int) -> None:
-            reader.waits()
-            reader.delivered(receipt)
-            beat.stepped(number, 0.0)
-            beat.phase("between")
 
-        writes = microseconds(step, steps)
-        reads = microseconds(lambda _: read_page(beat.path), max(1, steps // 20))
-    rows = [
-        ("the beats of a step", f"{writes:.2f} us", f"{100 * writes / 1e6 / _STEP_S:.4f} % of a step of 100 ms"),
-        ("reading a page", f"{reads:.1f} us", ""),
-    ]
-    show("The page of a rank", ("what", "processor time", ""), rows)
+def _best(work: Callable[[], object], times: int) -> float:
+    """Return the seconds of one call, of the best of five turns."""
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(times):
+            work()
+        best = min(best, (time.perf_counter() - began) / times)
+    return best
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

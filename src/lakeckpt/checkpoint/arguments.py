@@ -126,7 +126,12 @@ def shared_settings(**settings: object) -> dict[str, str]:
 
 
 def check_capturing(
-    capture_every: object, arenas: object, bubbles: object, peers: object = None, perceive: object = True
+    capture_every: object,
+    arenas: object,
+    bubbles: object,
+    peers: object = None,
+    perceive: object = True,
+    watch: object = None,
 ) -> None:
     """Raise `ConfigError` for the first argument that is not valid."""
     if capture_every is not None and (type(capture_every) is not int or capture_every < 1):
@@ -137,6 +142,12 @@ def check_capturing(
         raise ConfigError(f"bubbles is a lakeckpt.bubbles.Bubbles, or None, got {bubbles!r}")
     if type(perceive) is not bool:
         raise ConfigError(f"perceive is True or False, got {perceive!r}")
+    if watch not in (None, "report", "restart"):
+        raise ConfigError(f"watch is 'report', 'restart' or None, got {watch!r}")
+    if watch == "restart" and capture_every is None:
+        raise ConfigError(
+            "watch='restart' needs capture_every: agents watch the ranks, and a restart restores captures"
+        )
     if peers is not None and peers is not False:
         raise ConfigError(
             f"peers is None (nodes read from each other's memory what they lack) or False (they open no socket), got "

@@ -7,7 +7,8 @@ so, and makes its other saves, too; it starts no threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -55,6 +56,18 @@ class Closing:
                 self._saves.wait()
             self._reporter.report(self._saves.results())
         return self._reporter.newest
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what the training loop does in this ``with``, such as ``"evaluate"``, so that the watch learns how long
+        it takes (docs/how-to/hangs.md). Nothing depends on it. `ConfigError` if the name is empty."""
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"a phase has a name, such as 'evaluate', got {name!r}")
+        self._aftermath.own_phase(name)
+        try:
+            yield
+        finally:
+            self._aftermath.phase("between")
 
     def close(self) -> None:
         """Close what the manager has opened; save nothing. It may be called again. An agent ends what it has begun."""
@@ -120,6 +133,7 @@ class Closing:
 
     def _save_last(self) -> None:
         """Save the last cut if it is not saved, on all ranks or on none, and wait for all saves."""
+        self._aftermath.phase("closing")
         if self._ready().is_saving(self._step):
             with self._reporter.warning_of(self._step):
                 self.wait()

@@ -79,6 +79,9 @@ class CheckpointManager(Closing):
             (docs/how-to/several-nodes.md); later agents ask other nodes whether they are there. False: no sockets.
         perceive: with ``capture_every``, a rank that is stuck after another rank of its node has died, or another
             node was lost, is killed, so that the launcher acts (docs/how-to/faults.md). False: it is left alone.
+        watch: with ``capture_every`` and several ranks, what agents do if all ranks stand still (docs/how-to/hangs.md):
+            ``"report"``: they say which rank holds up the others, and why; ``"restart"``: if it cannot heal, they also
+            kill the ranks, so that the launcher starts them again; None: nothing.
         bubbles: where this rank is idle (`lakeckpt.bubbles.Bubbles`): captures then move while it waits. Each
             checkpoint records how long ranks waited, and which share of the bytes moved meanwhile.
         backups: copies of the run that its agent keeps at other places, as `lakeckpt copy` does (`lakeckpt.Backup`).
@@ -121,6 +124,7 @@ class CheckpointManager(Closing):
         arenas: str | PathLike[str] | None = None,
         peers: Literal[False] | None = None,
         perceive: bool = True,
+        watch: Literal["report", "restart"] | None = "report",
         bubbles: Bubbles | None = None,
         backups: Collection[Backup] = (),
         keep: int | Keep = 3,
@@ -141,7 +145,7 @@ class CheckpointManager(Closing):
     ) -> None:
         self._objects = checked_state(state)
         fail_after_s = check_settings(fail_after, timeout_s)
-        check_capturing(capture_every, arenas, bubbles, peers, perceive)
+        check_capturing(capture_every, arenas, bubbles, peers, perceive, watch)
         every = interval_of(persist_every)
         self._storage = opened(uri, storage_options)
         self._exchange, self._waiter = self._talk(
@@ -150,11 +154,11 @@ class CheckpointManager(Closing):
         check_topology(self._exchange, rank, world_size)
         self._capture_every, captures = capture_every, capture_every is not None
         copies = checked_backups(backups, capture_every)
-        given = (self._storage, uri, storage_options or {}, arenas, copies, perceive, peers is None)
+        given = (self._storage, uri, storage_options or {}, arenas, copies, perceive, peers is None, watch)
         self._place = place_of(*given) if captures else None
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
         most = checked_crash_loop(on_crash_loop, max_excluded)
-        self._aftermath = Aftermath(self._storage, self._exchange, arenas, captures, most, watch_faults)
+        self._aftermath = Aftermath(self._storage, self._exchange, arenas, captures, most, watch_faults, watch)
         self._bubbles = bubbles
         self._saves: Saver | Background | None = None
         self._settings = Settings(keep=keep if isinstance(keep, Keep) else Keep(last=keep), timeout_s=timeout_s)

@@ -51,7 +51,8 @@ _LOG = logging.getLogger("lakeckpt")
 class Place:
     """Where a run lies: ``storage``, and how another process opens it; where its captures lie, ``arenas``; and which
     ``backups`` are made of it. ``perceives``: agents end trainers that are stuck after a death; and after the loss of a
-    node, if ``serves``: agents of several nodes may talk to each other."""
+    node, if ``serves``: agents of several nodes may talk to each other. ``watch``: what agents do about ranks that
+    stand still."""
 
     storage: Storage
     uri: str
@@ -60,6 +61,7 @@ class Place:
     backups: tuple[Backup, ...] = ()
     perceives: bool = True
     serves: bool = True
+    watch: str | None = None
 
 
 def opened(uri: object, storage_options: Mapping[str, Any] | None) -> Storage:
@@ -79,6 +81,7 @@ def place_of(
     backups: Collection[Backup] = (),
     perceives: bool = True,
     serves: bool = True,
+    watch: str | None = None,
 ) -> Place:
     """Return where a run lies that the user has named by ``uri``. `ConfigError` if another process cannot open it."""
     place = Place(
@@ -89,6 +92,7 @@ def place_of(
         backups=tuple(backups),
         perceives=perceives,
         serves=serves,
+        watch=watch,
     )
     if isinstance(storage, LocalStorage):
         return replace(place, uri=storage.name)
@@ -187,6 +191,8 @@ def _open_agent(
             backups=tuple(map(asdict, place.backups)) if exchange.rank == 0 else (),
             perceives=place.perceives,
             next_rank=_next_node(exchange) if place.serves else -1,
+            watch=place.watch or "" if exchange.world_size > 1 else "",
+            here=tuple(exchange.neighbours),
         )
     )
     engine = CaptureEngine(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 
-from lakeckpt.checkpoint.faults.records import faults_of
+from lakeckpt.checkpoint.faults.records import faults_of, stalls_of
 from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_time, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 from lakeckpt.recovery.account import Account
 from lakeckpt.recovery.faults import PHASES, Fault
 from lakeckpt.watch.explicit import fault_table, normalized, text_id
+from lakeckpt.watch.looks import RankLook
+from lakeckpt.watch.stalls import Stall
 
 __all__ = ["add_arguments", "run", "say_account"]
 
@@ -25,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="rows of your own, which explain faults before the table does",
     )
+    parser.add_argument("--stacks", action="store_true", help="print the stacks of the ranks that held up a stall")
     parser.add_argument(
         "--unknown", action="store_true", help="list the texts that no row explains, normalized and counted"
     )
@@ -37,14 +40,18 @@ def run(args: argparse.Namespace) -> int:
     faults, account = faults_of(storage, read_run(storage), table)
     if args.unknown:
         return _say_unknown(faults, as_json=args.json)
+    stalls = stalls_of(storage)
     if args.json:
-        print_json({"faults": [one.to_plain() for one in faults], "account": account.to_plain()})
+        said = [stall.to_plain(path) for path, stall in stalls]
+        print_json({"faults": [one.to_plain() for one in faults], "stalls": said, "account": account.to_plain()})
         return 0
     print(f"{place}: {format_count(len(faults), 'fault')}")
     if faults:
         print(_table(faults))
         print(_remedies(faults))
         print(_phases(faults))
+    if stalls:
+        print(_stalls(stalls, with_stacks=args.stacks))
     print(say_account(account))
     return 0
 
@@ -101,6 +108,28 @@ def _phases(faults: list[Fault]) -> TextTable:
         seconds = (f"{one.phases[name]:.2f}" if name in one.phases else "-" for name in PHASES)
         table.add_row(one.first.attempt, *seconds, f"{one.steps_again * one.first.step_s:.2f}")
     return table
+
+
+def _stalls(stalls: list[tuple[str, Stall]], *, with_stacks: bool) -> str:
+    """Return the stalls for people: times in which all ranks stood still."""
+    table = TextTable("when", ">attempt", "ranks", "kind", ">step", ">seconds", "then", "why", title="\nStalls")
+    stacks = []
+    for path, one in stalls:
+        then = "the ranks were killed" if one.acted else "went on" if one.ended_s else one.remark or "-"
+        ranks = ", ".join(map(str, one.verdict.ranks)) or "-"
+        seconds = f"{one.length_s:.1f}"
+        kind, reason = one.verdict.kind, one.verdict.reason
+        table.add_row(format_time(one.began_s), one.attempt, ranks, kind, one.step, seconds, then, reason)
+        stacks += [f"\n{path}: {line}" for look in one.looks for line in _stack(look) if look.rank in one.verdict.ranks]
+    return f"{table}{''.join(stacks) if with_stacks else ''}"
+
+
+def _stack(look: RankLook) -> list[str]:
+    lines = [f"rank {look.rank} on {look.node}, process {look.pid}, in {look.phase} after step {look.step}"]
+    for thread in look.threads:
+        lines.append(f"  thread {thread.name or '-'}{' (holds the interpreter lock)' if thread.owns_gil else ''}")
+        lines += [f"    {frame}" for frame in thread.frames]
+    return lines
 
 
 def say_account(account: Account) -> str:

@@ -35,6 +35,7 @@ _COMMANDS = {
     "rollback": "go back to an earlier checkpoint: the next restore goes on from there",
     "doctor": "what runs keep in this node's memory, and what ended runs have left there",
     "faults": "why attempts of a run died, what each fault cost, and how much of the time was training",
+    "watch": "where the ranks of this node are now, and why they stand still, if they do",
     "audit": "prove that every row was consumed exactly once, or name those that were not",
 }
 _ELSEWHERE = {

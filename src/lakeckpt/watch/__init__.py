@@ -1,8 +1,9 @@
-"""This package keeps the page of each rank, which says from outside where the rank is, and explains faults: values,
-without torch.
+"""This package watches ranks from outside, and explains faults: values and pure functions, without torch.
 
 ::
 
     the training thread → [beat]: the page of a rank, a file in memory → other processes of the node
+    pages, ``/proc`` ([facts]), stacks ([stacks]) → [rank_looks]: looks at the ranks ([looks]) → [verdict]: who and why
+    gaps between beats → [limits]: when to look, when to act → [watcher]: reports and acts on stalls ([stalls])
     a code, a signal, a text → [explicit]: rows of faults.toml → cause, remedy; [kernel_log]: lines about a death
 """

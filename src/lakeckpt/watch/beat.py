@@ -6,8 +6,9 @@ which micro-batch it was at. The page lies beside the arenas, ``<digest of the r
 nothing is captured.
 
 A page is an array of 512 words (u64, little endian). There is one writer, and readers tolerate that a word is newer
-than another one. The words from 16 to 223 are kept free for histories. The module imports without torch, and starts
-no threads.
+than another one. A ring of 64 words says how many micro-batches there were at the end of each of the newest
+steps; further words add up the nanoseconds of each phase. The module imports without
+torch, and starts no threads.
 """
 
 from __future__ import annotations
@@ -18,24 +19,36 @@ import os
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-__all__ = ["PAGE_BYTES", "Beat", "Page", "Phase", "ReaderBeat", "process_start", "process_state", "read_page"]
+__all__ = [
+    "PAGE_BYTES",
+    "Beat",
+    "Page",
+    "Phase",
+    "ReaderBeat",
+    "process_start",
+    "process_state",
+    "read_page",
+]
 
 PAGE_BYTES = 4096
 _MAGIC = 0x6C6B_6265_6174_0001
-Phase = Literal["start", "restore", "data", "compute", "save", "between", "ended"]
-"""What the rank does: it waits for a batch (data), works on one (compute), or is in the manager (save)."""
-_PHASES: tuple[Phase, ...] = ("start", "restore", "data", "compute", "save", "between", "ended")
+Phase = Literal["start", "restore", "data", "compute", "save", "between", "ended", "own", "closing"]
+"""What the rank does: it waits for a batch (data), works on one (compute), is in the manager (save), in a phase that
+the script has named (own), such as its evaluation, or saves for the last time (closing)."""
+_PHASES: tuple[Phase, ...] = ("start", "restore", "data", "compute", "save", "between", "ended", "own", "closing")
 _NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
 _COMPUTE, _SAVE = _NUMBERS["compute"], _NUMBERS["save"]
 
 _PID, _STARTED, _RANK, _WORLD, _LOCAL_RANK, _BEATS, _PHASE = 1, 2, 3, 4, 5, 6, 7
-_SINCE, _STEP, _BATCHES = 8, 9, 11
+_SINCE, _STEP, _BATCHES, _STACKS = 8, 9, 11, 14
+_TAKEN, _RING = 144, 64
+_SPENT = 208
 _READER, _EPOCH, _NEXT, _DEALT, _OF, _USED, _BEGUN, _ROWS, _ROWS_USED = range(224, 233)
 _FIRST, _LAST, _STALLED, _KILLED = range(233, 237)
-_TEXT = 256 * 8
+_NAME, _TEXT = 240 * 8, 256 * 8
 _LOCAL = "LOCAL_RANK"
 
 
@@ -92,6 +105,21 @@ class Page:
     """For how long saves have held up the training thread, up to the last step."""
     killed: int
     """How many processes the control group had lost for want of memory when the page was made."""
+    beats: int = 0
+    """How often the rank has said what it does."""
+    name: str = ""
+    """The name of the phase, if the script has named it."""
+    stacks: int = 0
+    """The signal on which the process writes its stacks into a file beside the page; 0: none."""
+    taken: tuple[tuple[int, int], ...] = ()
+    """The newest steps, the oldest first: (step, micro-batches of this attempt at its end)."""
+    spent_s: Mapping[Phase, float] = field(default_factory=dict)
+    """Seconds of each phase in this attempt."""
+
+    @property
+    def doing(self) -> str:
+        """The phase, by the name that the script has given it, if it has."""
+        return self.name if self.phase == "own" and self.name else self.phase
 
     @property
     def lives(self) -> bool:
@@ -127,7 +155,7 @@ class Beat:
         words[_RANK], words[_WORLD], words[_LOCAL_RANK] = rank, world, int(os.environ.get(_LOCAL) or 0)
         words[_BEGUN] = words[_STEP] = begun
         words[_KILLED] = killed
-        self.phase("start")
+        words[_PHASE], words[_SINCE] = _NUMBERS["start"], time.monotonic_ns()
         words[0] = _MAGIC  # last: until then it is no page
 
     def begins(self, step: int, readers: Mapping[str, tuple[int, int]]) -> None:
@@ -142,10 +170,24 @@ class Beat:
 
     def phase(self, phase: Phase) -> None:
         """The rank does something else now."""
-        words = self._words
-        words[_PHASE] = _NUMBERS[phase]
-        words[_SINCE] = time.monotonic_ns()
+        self._turn(_NUMBERS[phase])
+
+    def own_phase(self, name: str) -> None:
+        """The script begins a phase that it calls ``name``."""
+        data = name.encode()[: _TEXT - _NAME - 1]
+        self._map[_NAME : _NAME + 1 + len(data)] = bytes([len(data)]) + data
+        self.phase("own")
+
+    def _turn(self, number: int) -> None:
+        """The rank begins the phase with this number."""
+        words, now = self._words, time.monotonic_ns()
+        words[_SPENT + words[_PHASE]] += max(0, now - words[_SINCE])
+        words[_PHASE], words[_SINCE] = number, now
         words[_BEATS] += 1
+
+    def writes_stacks(self, number: int) -> None:
+        """The process writes its stacks into `stacks_path` whenever it gets the signal with this number."""
+        self._words[_STACKS] = number
 
     def of_reader(self, number: int) -> ReaderBeat:
         """Return what the reader with this number calls."""
@@ -158,8 +200,7 @@ class Beat:
         words[_DEALT], words[_OF] = receipt.rank, receipt.world_size
         words[_BATCHES] += 1
         words[_ROWS] += receipt.rows
-        words[_PHASE], words[_SINCE] = _COMPUTE, time.monotonic_ns()
-        words[_BEATS] += 1
+        self._turn(_COMPUTE)
 
     def stepped(self, step: int, stalled_s: float) -> None:
         """An optimizer step is finished, and the manager may save. Saves have stalled the loop for so long before."""
@@ -169,8 +210,8 @@ class Beat:
         words[_LAST] = now = time.time_ns()
         words[_FIRST] = words[_FIRST] or now
         words[_STALLED] = int(1e9 * stalled_s)
-        words[_PHASE], words[_SINCE] = _SAVE, time.monotonic_ns()
-        words[_BEATS] += 1
+        words[_TAKEN + step % _RING] = words[_BATCHES]
+        self._turn(_SAVE)
 
     def close(self, *, well: bool) -> None:
         """Stop writing. A rank that ends ``well`` removes its page; in a forked process nothing happens."""
@@ -203,8 +244,9 @@ class ReaderBeat:
         self._beat.phase("between")
 
 
-def read_page(path: str) -> Page | None:
-    """Return what the page at ``path`` says; None if there is none."""
+def read_page(path: str, *, histories: bool = False) -> Page | None:
+    """Return what the page at ``path`` says; None if there is none. ``histories``: `Page.taken` and `Page.spent_s`,
+    too."""
     try:
         with open(path, "rb") as file:
             data = file.read(PAGE_BYTES)
@@ -238,6 +280,19 @@ def read_page(path: str) -> Page | None:
         last_step_s=words[_LAST] / 1e9,
         stalled_s=words[_STALLED] / 1e9,
         killed=words[_KILLED],
+        beats=words[_BEATS],
+        name=data[_NAME + 1 : _NAME + 1 + data[_NAME]].decode("utf-8", "replace"),
+        stacks=words[_STACKS],
+        taken=_taken(words) if histories else (),
+        spent_s={name: words[_SPENT + at] / 1e9 for at, name in enumerate(_PHASES)} if histories else {},
+    )
+
+
+def _taken(words: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the newest steps of a page, and the micro-batches at the end of each."""
+    last = words[_STEP]
+    return tuple(
+        (step, words[_TAKEN + step % _RING]) for step in range(max(words[_BEGUN], last - _RING + 1) + 1, last + 1)
     )
 
 

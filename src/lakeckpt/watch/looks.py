@@ -13,19 +13,10 @@ from typing import Literal
 
 from lakeckpt.wire.documents import Count
 
-__all__ = ["Collective", "Frame", "Leaf", "ProcessLook", "RankLook", "ThreadLook", "Waits"]
+__all__ = ["Collective", "Frame", "ProcessLook", "RankLook", "ThreadLook", "Waits"]
 
 Waits = Literal["", "socket", "file", "pipe", "lock", "disk", "sleep", "child", "gil", "futex"]
 """What a process waits for in a call of the system; empty: it runs, or that is not known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
-    """One point in time of the rings of a page: the counts at the end of ``step``."""
-
-    step: Count
-    collectives: Count
-    batches: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,24 +93,16 @@ class RankLook:
     """For how long its page has not moved."""
     beats: Count = 0
     step: Count = 0
-    collectives: Count = 0
-    """Collectives of the default group that it had entered by the end of ``step``."""
     batches: Count = 0
     """Micro-batches that it got in this attempt."""
-    history: tuple[Leaf, ...] = ()
-    """The newest steps of its page, the oldest first."""
+    taken: tuple[tuple[int, int], ...] = ()
+    """The newest steps, the oldest first: (step, micro-batches of this attempt at its end)."""
     reads: str = ""
-    """What its loader reads: table, file and row group."""
-    announced: str = ""
-    """The name of a pause that the script has announced; empty: none."""
-    saves: bool = False
-    """True if its agent persists, or restores for it, and bytes move."""
-    ended: Count = 0
-    """The place of its death in the order of deaths on its node, from 1; 0: it lives."""
-    status: int | None = None
-    """Its exit status, or the negative number of the signal that ended it; None: not known, or it lives."""
+    """The reader that it waits for; empty: it waits for none."""
+    ended: float = 0.0
+    """When it died, in seconds since 1970; 0: it lives."""
     error: str = ""
-    """The exception that ended it, if it left a note."""
+    """Why it has ended, as the note of its death says."""
     process: ProcessLook | None = None
     children: tuple[ProcessLook, ...] = ()
     """Its child processes, such as loader workers; those that have ended and were not reaped have state Z."""

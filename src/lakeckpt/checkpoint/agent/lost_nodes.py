@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import socket
 import threading
 import time
@@ -24,8 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.faults.mates import is_started_again, seen_of, why_stuck
-from lakeckpt.checkpoint.faults.notes import leave_note, note_of
+from lakeckpt.checkpoint.faults.ending import end_trainer, is_started_again
+from lakeckpt.checkpoint.faults.mates import seen_of, why_stuck
 from lakeckpt.checkpoint.peers.next_node import Contact, NextNode, NodeNote, node_note, put_node_note, why_gone
 from lakeckpt.checkpoint.peers.serve import ShareServer, own_address
 from lakeckpt.checkpoint.peers.wire import KEY_BYTES
@@ -135,7 +134,5 @@ def _end(ring: Ring, note: NodeNote, why: str, page_path: str, trainer: int, log
     if page is None or not is_started_again():
         log(f"{text}. Nobody starts the job again, so that the trainer is left alone")
         return
-    made = note_of(page, ring.attempt, cause="lost node", what=note.node, text=f"its agent ended it: {text}")
-    leave_note(page_path, made)
     log(f"ends its trainer: {text}")
-    signal.pidfd_send_signal(trainer, signal.SIGKILL)
+    end_trainer(page_path, page, ring.attempt, trainer, text=text, cause="lost node", what=note.node)

@@ -46,7 +46,8 @@ class Hello:
     ``digest`` identifies the run on this node, ``arenas`` is the folder of the arenas. ``linger_s``: how much longer
     than a save the final save waits for the agents of other ranks, whose trainers may die later. ``backups``: those
     that this agent makes, the fields of each. ``perceives``: end a trainer that is stuck after a death.
-    ``next_rank``: the first rank of the next node, if this agent watches that node; -1: it watches none.
+    ``next_rank``: the first rank of the next node, if this agent watches that node; -1: it watches none. ``watch``:
+    what is done about ranks ``here``, those of this node, that stand still: ``"report"``, ``"restart"``, or nothing.
     """
 
     uri: str
@@ -61,6 +62,8 @@ class Hello:
     backups: tuple[Mapping[str, Any], ...] = ()
     perceives: bool = True
     next_rank: int = -1
+    watch: str = ""
+    here: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ ends a save under way. The kernel reports the trainer's death through a pidfd of
 Linux 5.3), the agent relies on the end of its standard input, which a forked loader worker may delay.
 
 The main thread persists, and takes the checksums of cuts (`persister`). One thread reads orders, and ends with the
-process; another one makes backups, and a third one ends a trainer that is stuck (`lakeckpt.checkpoint.faults.mates`).
+process; others make backups, end a trainer that is stuck (`lakeckpt.checkpoint.faults.mates`), and watch the ranks of
+the node (`lakeckpt.checkpoint.faults.node_watch`).
 After the last save the agent removes the arena, if everything in it is in storage.
 Imports without torch.
 """
@@ -33,6 +34,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.copying.backups import Backup, Backups
 from lakeckpt.checkpoint.faults.deaths import note_death
 from lakeckpt.checkpoint.faults.mates import watch_mates
+from lakeckpt.checkpoint.faults.node_watch import Watched, watch_node
 from lakeckpt.checkpoint.faults.notes import page_path
 from lakeckpt.checkpoint.persist.log import LOG
 from lakeckpt.errors import LakeckptError
@@ -111,6 +113,16 @@ def main(trainer: int) -> int:
             arenas=begin.arenas,
         )
         watch_next_node(ring, page, trainer, log=lambda text: _log(f"{name}: {text}"))
+    if begin.watch and trainer >= 0:
+        watched = Watched(
+            storage=storage,
+            attempt=begin.attempt.number,
+            world=begin.world_size,
+            here=begin.here,
+            page=page,
+            acts=begin.watch == "restart",
+        )
+        watch_node(watched, trainer, log=lambda text: _log(f"{name}: {text}"))
     persister.run()
     serving.join(_DEATH_S)
     backups.finish()

@@ -4,9 +4,10 @@
 
     a rank → its page (`lakeckpt.watch.beat`) → a death: [causes], [notes]: a file beside the arenas
                                                   its agent: [deaths]: the same, and a copy in the run
-                                                             [mates]: ends a rank that is stuck after it
+                                                             [mates]: ends a rank that is stuck after it: [ending]
+    all ranks stand still → [node_watch]: the ground of `lakeckpt.watch.watcher`, in one agent of each node
                                                               |
     the next attempt: [aftermath]: all nodes state their notes → `lakeckpt.recovery.progress` → the level
                       [batch_rows]: the rows of the micro-batch that ends the job
-                      [records]: what the log and the folder ``faults/`` say of all faults of a run
+                      [records]: what the log, ``faults/`` and ``watch/`` say of all faults and stalls of a run
 """

@@ -66,6 +66,7 @@ from lakeckpt.tracking.tally import Tally
 from lakeckpt.tracking.votes import Together
 from lakeckpt.watch.beat import Beat, Phase, read_page
 from lakeckpt.watch.explicit import fault_table
+from lakeckpt.watch.stacks import stacks_path, write_on_signal
 
 __all__ = ["Aftermath"]
 
@@ -80,7 +81,7 @@ _RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 class Aftermath:
     """What a rank learns from faults, and notes of them. ``captures``: cuts are captured. One thread calls all methods,
     but those of the page. ``max_excluded``: so many micro-batches of the run may be excluded; 0: none. ``faults``: a
-    file of rows, which explain faults before the table does."""
+    file of rows, which explain faults before the table does. ``watch``: agents watch the ranks, by stacks, too."""
 
     def __init__(
         self,
@@ -90,11 +91,13 @@ class Aftermath:
         captures: bool,
         max_excluded: int = 0,
         faults: str | os.PathLike[str] | None = None,
+        watch: str | None = None,
     ) -> None:
         self._storage, self._exchange = storage, exchange
         self._folder = ArenaFolder(arenas)
         self._max_excluded, self._rows = max_excluded, fault_table(os.fspath(faults or ""))
         self._is_used = bool(getattr(storage, "name", "")) and (captures or bool(launchers()))
+        self._shows_stacks = bool(watch) and captures and exchange.world_size > 1
         self._digest = b""
         self._firsts: list[FaultNote] = []
         """The first causes of the attempts that died since the newest entry of a restore; on rank 0."""
@@ -232,6 +235,8 @@ class Aftermath:
             rank, world = self._exchange.rank, self._exchange.world_size
             note_page(page_path(self._folder.path, self._digest, attempt, rank))  # first: it may be killed here
             self._beat = begin_page(self._folder, self._digest, attempt, rank, world)
+            if self._beat is not None and self._shows_stacks:
+                self._beat.writes_stacks(write_on_signal(stacks_path(self._beat.path)))
             self.phase("restore")
 
     @property
@@ -307,6 +312,11 @@ class Aftermath:
         """The training thread does something else now."""
         if self._beat is not None:
             self._beat.phase(phase)
+
+    def own_phase(self, name: str) -> None:
+        """The training thread begins a phase that the script calls ``name``."""
+        if self._beat is not None:
+            self._beat.own_phase(name)
 
     def failed(self, error: BaseException) -> None:
         """Note that an exception ends the loop of this rank."""

@@ -19,25 +19,24 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from lakeckpt.checkpoint.faults.causes import exit_status
-from lakeckpt.checkpoint.faults.notes import leave_note, mates_of, note_at, note_of
-from lakeckpt.recovery.faults import BY_AGENT, Cause
+from lakeckpt.checkpoint.faults.ending import end_trainer, is_started_again
+from lakeckpt.checkpoint.faults.notes import mates_of, note_at
 from lakeckpt.watch.beat import Page, Phase, process_state, read_page
 
-__all__ = ["Seen", "is_started_again", "seen_of", "watch_mates", "why_stuck"]
+__all__ = ["Seen", "seen_of", "watch_mates", "why_stuck"]
 
 _LOOK_S, _LATE_S = 0.5, 2.0
 _STATUS_S = 2.0
 _STILL_S, _STEPS = 5.0, 3.0
 _SPARED_S = 60.0
 _STOPPED = "it was stopped"
-_SPARED: frozenset[Phase] = frozenset(("start", "restore", "save", "ended"))
+_SPARED: frozenset[Phase] = frozenset(("start", "restore", "save", "closing", "ended"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +76,6 @@ def watch_mates(page_path: str, attempt: int, trainer: int, *, log: Callable[[st
     threading.Thread(target=_watch, args=work, name="lakeckpt-mates", daemon=True).start()
 
 
-def is_started_again() -> bool:
-    """Return whether the launcher starts the job again after a death, by the environment of this process."""
-    done, most = (os.environ.get(f"TORCHELASTIC_{one}") for one in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return done is not None and most is not None and int(done) < int(most)
-
-
 def _watch(
     page_path: str,
     attempt: int,
@@ -102,14 +95,12 @@ def _watch(
         if not acts:
             log(f"its trainer is stuck: {text}. Nobody starts the job again, so that it is left alone")
             return
-        cause: Cause
-        cause, what, at_s = "signal", BY_AGENT, 0.0
-        if why == _STOPPED:  # it was the first to stand still: the others waited for it, and died
-            cause, what, at_s = "hang", "SIGSTOP", time.time() - (time.monotonic() - page.since_s)
-        note = note_of(page, attempt, cause=cause, what=what, text=f"its agent ended it: {text}", at_s=at_s)
-        leave_note(page_path, note)
         log(f"ends its trainer: {text}")
-        signal.pidfd_send_signal(trainer, signal.SIGKILL)
+        if why == _STOPPED:  # it was the first to stand still: the others waited for it, and died
+            at_s = time.time() - (time.monotonic() - page.since_s)
+            end_trainer(page_path, page, attempt, trainer, text=text, cause="hang", what="SIGSTOP", at_s=at_s)
+        else:
+            end_trainer(page_path, page, attempt, trainer, text=text)
 
 
 def _opened(page_path: str) -> dict[int, tuple[str, Page]]:

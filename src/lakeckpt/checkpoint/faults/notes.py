@@ -24,12 +24,14 @@ from lakeckpt.checkpoint.faults.causes import killed_for_memory
 from lakeckpt.errors import ArenaError, WireError
 from lakeckpt.recovery.faults import BatchAt, Cause, FaultNote, cut_off, explained
 from lakeckpt.watch.beat import Beat, Page, read_page
+from lakeckpt.watch.stacks import stacks_path
 
 __all__ = [
     "add_evidence",
     "attempt_of",
     "begin_page",
     "leave_note",
+    "living_pages",
     "mates_of",
     "note_at",
     "note_of",
@@ -157,6 +159,12 @@ def notes_in(folder: str, digest: bytes) -> list[FaultNote]:
     return found
 
 
+def living_pages(folder: str, digest: bytes) -> list[Page]:
+    """Return the pages of the ranks of this node that train the run with this digest, with their histories."""
+    pages = (read_page(path, histories=True) for path, _ in _pages_in(folder, digest))
+    return sorted((page for page in pages if page is not None and page.lives), key=lambda page: page.rank)
+
+
 def remove_notes(folder: str, digest: bytes, *, before: float = math.inf) -> None:
     """Remove the pages and notes of the attempts before ``before`` of the run with this digest, or of all runs at the
     place whose digest it begins with."""
@@ -174,7 +182,7 @@ def remove_old_notes(folder: str) -> None:
 
 
 def _remove(path: str) -> None:
-    for one in (path, _note_path(path)):
+    for one in (path, _note_path(path), stacks_path(path)):
         with contextlib.suppress(OSError):
             os.unlink(one)
 

@@ -2,8 +2,8 @@
 
 The entry `Restored` of an attempt names the faults that ended the attempts before. A fault after which no attempt began
 stands in ``faults/`` alone, as the note of a rank that an agent has put there. How long the first step of an attempt
-took is known when its entry is written: rank 0 puts it into ``faults/`` as well. The module imports without torch, and
-starts no threads.
+took is known when its entry is written: rank 0 puts it into ``faults/`` as well. Stalls lie in ``watch/``, with the
+looks of nodes that are judged together. The module imports without torch, and starts no threads.
 """
 
 from __future__ import annotations
@@ -13,17 +13,33 @@ from dataclasses import dataclass, replace
 
 from lakeckpt.checkpoint.format.manifest import Manifest, Restored
 from lakeckpt.checkpoint.persist.history import History
-from lakeckpt.errors import StorageError, WireError
+from lakeckpt.errors import ObjectMissing, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.recovery.account import Account, account_of
 from lakeckpt.recovery.faults import Fault, FaultNote, explained, first_cause
 from lakeckpt.watch.explicit import FaultTable
+from lakeckpt.watch.limits import Habits
+from lakeckpt.watch.stalls import NodeLooks, Stall
 from lakeckpt.wire.documents import Count, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["FAULTS", "FirstStep", "faults_of", "put_first_step", "put_note"]
+__all__ = [
+    "FAULTS",
+    "WATCH",
+    "FirstStep",
+    "faults_of",
+    "habits_of",
+    "looks_of",
+    "put_first_step",
+    "put_habits",
+    "put_looks",
+    "put_note",
+    "put_stall",
+    "stalls_of",
+]
 
-FAULTS = "faults"
+FAULTS, WATCH = "faults", "watch"
+_STALLS, _LOOKS, _HABITS = f"{WATCH}/stalls", f"{WATCH}/looks", f"{WATCH}/habits"
 _KIND, _VERSION = "first-step", (1, 0)
 _STEP = ".step"
 
@@ -44,6 +60,50 @@ def put_note(storage: Storage, note: FaultNote) -> None:
 def put_first_step(storage: Storage, first: FirstStep) -> None:
     """Put the time of a first step into the run. Raises `StorageError`."""
     storage.put(f"{FAULTS}/{first.attempt:010d}{_STEP}", [dumps(to_plain(first), kind=_KIND, version=_VERSION)])
+
+
+def put_stall(storage: Storage, stall: Stall) -> str:
+    """Put a stall into the run, or replace it. Returns where it lies. Raises `StorageError`."""
+    path = f"{_STALLS}/{stall.attempt:010d}.{round(1000 * stall.began_s):015d}"
+    storage.put(path, [stall.to_bytes()])
+    return path
+
+
+def stalls_of(storage: Storage) -> list[tuple[str, Stall]]:
+    """Return the stalls of the run, the oldest first, each with its path. Those that cannot be read are left out."""
+    found = []
+    with contextlib.suppress(StorageError):
+        for info in sorted(storage.list(_STALLS), key=lambda one: one.path):
+            with contextlib.suppress(StorageError, WireError):
+                found.append((info.path, Stall.from_bytes(storage.read(info.path))))
+    return found
+
+
+def put_looks(storage: Storage, attempt: int, looks: NodeLooks) -> None:
+    """Give the looks of a node to the other nodes. Raises `StorageError`."""
+    storage.put(f"{_LOOKS}/{attempt:010d}.{looks.here[0]:05d}", [looks.to_bytes()])
+
+
+def looks_of(storage: Storage, attempt: int) -> list[NodeLooks]:
+    """Return the newest looks of the nodes of an attempt that gave theirs. Raises `StorageError`."""
+    found = []
+    for info in storage.list(_LOOKS):
+        if info.path.startswith(f"{_LOOKS}/{attempt:010d}."):
+            with contextlib.suppress(WireError, ObjectMissing):
+                found.append(NodeLooks.from_bytes(storage.read(info.path)))
+    return found
+
+
+def put_habits(storage: Storage, habits: Habits) -> None:
+    """Put what is known of the job's habits into the run. Raises `StorageError`."""
+    storage.put(_HABITS, [habits.to_bytes()])
+
+
+def habits_of(storage: Storage) -> Habits | None:
+    """Return what earlier attempts knew of the job's habits; None: nothing, or it cannot be read."""
+    with contextlib.suppress(StorageError, WireError):
+        return Habits.from_bytes(storage.read(_HABITS))
+    return None
 
 
 def faults_of(storage: Storage, history: History, table: FaultTable | None = None) -> tuple[list[Fault], Account]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from lakeckpt.checkpoint.consumed.rows import RowOrder
 from lakeckpt.checkpoint.consumed.source_records import readers_in
-from lakeckpt.checkpoint.faults.records import faults_of
+from lakeckpt.checkpoint.faults.records import faults_of, stalls_of
 from lakeckpt.checkpoint.ledger.audit import audit_history, read_run
 from lakeckpt.checkpoint.ledger.explain import explain_history
 from lakeckpt.checkpoint.ledger.indexes import orders_of
@@ -45,6 +45,7 @@ def facts_of(storage: Storage, place: str, *, newest_steps: int) -> dict[str, An
         "audit": audit_history(history, orders).to_plain(),
         "restarts": list(_restarts(history)),
         "faults": [one.to_plain() for one in faults],
+        "stalls": [stall.to_plain(path) for path, stall in stalls_of(storage)],
         "account": account.to_plain(),
         "waits": [] if history.tip is None else [asdict(one) for one in history.tip.waits],
         "epochs": _epochs(history),

@@ -1,0 +1,93 @@
+"""This module defines a stall: a time in which no rank of a job moved, who held up the others, and why.
+
+A stall is one document of the run, which is written when it is perceived, and again when it ends or is acted on. The
+looks at the ranks go with it, as its evidence. The looks of one node travel to the other nodes as a `NodeLooks`. The
+module defines values and their documents, and starts no threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lakeckpt.watch.looks import RankLook
+from lakeckpt.watch.verdict import StallVerdict
+from lakeckpt.wire.documents import Count, from_plain, to_plain
+from lakeckpt.wire.envelope import dumps, loads
+
+__all__ = ["NodeLooks", "Stall"]
+
+_STALL, _LOOKS, _VERSION = "stall", "looks of a node", (1, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """A stall of an ``attempt``. Times are in seconds since 1970, by the clock of the node that wrote it."""
+
+    attempt: Count
+    verdict: StallVerdict
+    step: Count
+    """The furthest step that a rank had finished."""
+    began_s: float
+    perceived_s: float
+    ended_s: float = 0.0
+    """When a rank moved again; 0: none has, as far as is known."""
+    acted: bool = False
+    """The ranks were killed, so that the launcher starts the job again."""
+    remark: str = ""
+    """Why it was not acted on, if it would have been."""
+    looks: tuple[RankLook, ...] = ()
+    """The evidence: what was seen of all ranks."""
+
+    @property
+    def length_s(self) -> float:
+        """For how long it lasted, as far as is known."""
+        return max(0.0, (self.ended_s or self.perceived_s) - self.began_s)
+
+    def to_plain(self, evidence: str) -> dict[str, Any]:
+        """Return JSON-able values, as ``lakeckpt faults --json`` prints them. ``evidence``: where the document lies."""
+        return {
+            "attempt": self.attempt,
+            "ranks": list(self.verdict.ranks),
+            "kind": self.verdict.kind,
+            "reason": self.verdict.reason,
+            "certainty": self.verdict.certainty,
+            "step": self.step,
+            "began": self.began_s,
+            "perceived": self.perceived_s,
+            "ended": self.ended_s or None,
+            "acted": self.acted,
+            "remark": self.remark,
+            "evidence": evidence,
+        }
+
+    def to_bytes(self) -> bytes:
+        """Return the document."""
+        return dumps(to_plain(self), kind=_STALL, version=_VERSION)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Stall:
+        """Return the stall in a document of `to_bytes`. Raises `WireError`."""
+        found: Stall = from_plain(cls, loads(data, kind=_STALL, supported=_VERSION), "a stall")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLooks:
+    """Two looks at the ranks of a node, a second apart. ``here``: the ranks that began there. ``step``: the furthest
+    that one of them had finished."""
+
+    here: tuple[Count, ...]
+    step: Count
+    first: tuple[RankLook, ...]
+    second: tuple[RankLook, ...]
+
+    def to_bytes(self) -> bytes:
+        """Return the document."""
+        return dumps(to_plain(self), kind=_LOOKS, version=_VERSION)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> NodeLooks:
+        """Return the looks in a document of `to_bytes`. Raises `WireError`."""
+        found: NodeLooks = from_plain(cls, loads(data, kind=_LOOKS, supported=_VERSION), "the looks of a node")
+        return found
