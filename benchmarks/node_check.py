@@ -17,9 +17,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import show, write_json
+from benchmarks.measure import show
 
 NODES = ("node-0", "node-1", "node-2", "node-3")
 _BURN = "while True: pass"
@@ -32,13 +33,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=6, help="of each check (default: 6)")
     parser.add_argument("--burners", type=int, default=3, help="processes beside the slow node (default: 3)")
-    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     core = min(os.sched_getaffinity(0))
     rounds = [one_round(number, core, args.seconds, args.burners) for number in range(args.rounds)]
     rows = [
         (
-            one["round"],
+            str(one["round"]),
             one["burnt"],
             ", ".join(one["named"]) or "nobody",
             f"{one['longest_s']:.1f}",
@@ -51,7 +52,8 @@ def main() -> int:
     right = sum(one["named"] == [one["burnt"]] for one in rounds)
     print(f"{right} of {len(rounds)} rounds are right")
     if args.json:
-        write_json(args.json, {"rounds": rounds, "right": right, "cores": os.cpu_count(), "burners": args.burners})
+        found = {"rounds": rounds, "right": right, "cores": os.cpu_count(), "burners": args.burners}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
     return int(right < len(rounds))
 
 

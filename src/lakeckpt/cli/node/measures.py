@@ -94,7 +94,8 @@ class Matmul(Meter):
         """Compare the product with the first, bit by bit."""
         if not torch.equal(self._product.view(torch.int32), self._first.view(torch.int32)):
             wrong = int((self._product.view(torch.int32) != self._first.view(torch.int32)).sum())
-            self.fault = f"a matrix product differs from its first result in {wrong} elements: the node errs silently"
+            where = format_count(wrong, "element")
+            self.fault = f"a matrix product differs from its first result in {where}: the node errs silently"
 
 
 class HostCopy(Meter):
