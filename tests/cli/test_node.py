@@ -234,6 +234,7 @@ def test_nvml_names_a_gpu_with_uncorrected_errors(monkeypatch: pytest.MonkeyPatc
     assert "3 uncorrected" in bad.fault and "waits for a reset" in bad.fault
 
 
+@pytest.mark.soak
 def test_ranks_of_torchrun_compare_themselves_and_time_collectives(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--"]
     command = ["lakeckpt", "doctor", "--node", *SHORT, "--json", "--name", "one", "--peers", str(tmp_path)]
