@@ -36,7 +36,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     core = min(os.sched_getaffinity(0))
-    rounds = [one_round(number, core, args.seconds, args.burners) for number in range(args.rounds)]
+    rounds = []
+    for number in range(args.rounds):
+        rounds.append(one_round(number, core, args.seconds, args.burners))
+        print(f"round {number}: burnt {rounds[-1]['burnt']}, named {rounds[-1]['named']}", flush=True)
     rows = [
         (
             str(one["round"]),
