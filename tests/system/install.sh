@@ -3,7 +3,7 @@
 set -euo pipefail
 
 declare -A package_of=([chromium]=chromium [mkfs.ext4]=e2fsprogs [mkfs.xfs]=xfsprogs [strace]=strace [mount]=mount
-    [losetup]=mount [ip]=iproute2 [slurmctld]=slurmctld [slurmd]=slurmd [sbatch]=slurm-client)
+    [losetup]=mount [ip]=iproute2 [bpftrace]=bpftrace [fsfreeze]=util-linux [cc]=gcc [slurmctld]=slurmctld [slurmd]=slurmd [sbatch]=slurm-client)
 wanted=()
 for tool in "${!package_of[@]}"; do
     PATH="$PATH:/usr/sbin:/sbin" command -v "$tool" > /dev/null || wanted+=("${package_of[$tool]}")

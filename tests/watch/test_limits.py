@@ -1,4 +1,4 @@
-"""StallLimits that a job teaches: fifty jobs over 24 hours of virtual time are looked at rarely, and never ended wrongly."""
+"""Limits that a job teaches: fifty jobs over 24 hours of virtual time are looked at rarely, and never ended wrongly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""This module runs ``lakeckpt doctor``, which lists and removes what runs keep in this node's memory.
+"""This module runs ``lakeckpt doctor``, which looks after a node: what runs keep in its memory, and its health.
 
-``--reclaim`` removes what runs that have ended left. ``--forget RUN`` removes all that this node knows of one run, so
-that a job finds its place new: arenas, logs of agents, and the marker of a launcher's job.
+Without an option the command lists what runs keep. ``--reclaim`` removes what runs that have ended left. ``--forget
+RUN`` removes all that this node knows of one run, so that a job finds its place new: arenas, logs of agents, and the
+marker of a launcher's job. ``--node`` checks the node (`lakeckpt.cli.node.command`), and ``--trace`` prints events of
+its kernel (`lakeckpt.cli.node.trace`); these two have exit statuses of their own.
 
 Exit status 0: nothing is left, or it was removed; 1: something is left.
 """
@@ -19,6 +21,7 @@ from lakeckpt.checkpoint.agent.leftovers import KeptArena, kept_in, left_logs, r
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.markers import remove_marker
 from lakeckpt.checkpoint.faults.notes import remove_notes
+from lakeckpt.cli.node import command, trace
 from lakeckpt.cli.output import TextTable, format_bytes, format_count, print_json
 from lakeckpt.errors import ConfigError
 from lakeckpt.lake.storage.base import describe
@@ -33,11 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--reclaim", action="store_true", help="remove what is left; nothing that is in use")
     what.add_argument("--forget", metavar="RUN", help="remove what is left of this run only: a folder, or a URL")
+    what.add_argument("--node", action="store_true", help="check this node; exit status 75: a job should avoid it")
+    what.add_argument("--trace", type=float, metavar="SECONDS", help="print events of the kernel, as root, by bpftrace")
     parser.add_argument("--json", action="store_true", help="print one JSON document, for programs")
+    command.add_arguments(parser)
+    trace.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """List the arenas, reclaim them if asked to, and print. Returns the exit status."""
+    if args.node:
+        return command.run(args)
+    if args.trace is not None:
+        return trace.run(args)
     if args.arenas is not None and not os.path.isdir(args.arenas):
         raise ConfigError(f"there is no folder {args.arenas!r}: name the one given as arenas=, or leave --arenas out")
     folder = ArenaFolder(args.arenas)

@@ -6,4 +6,5 @@
     pages, ``/proc`` ([facts]), stacks ([stacks]) → [rank_looks]: looks at the ranks ([looks]) → [verdict]: who and why
     gaps between beats → [limits]: when to look, when to act → [watcher]: reports and acts on stalls ([stalls])
     a code, a signal, a text → [explicit]: rows of faults.toml → cause, remedy; [kernel_log]: lines about a death
+    bpf/*.bt, run by [kernel] as root → events of processes;  [avoid]: the mark of a node, in the run
 """
