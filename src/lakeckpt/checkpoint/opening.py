@@ -274,7 +274,7 @@ def _say_memory(state_bytes: int, folder: ArenaFolder, identity: ArenaIdentity, 
 
 
 def _is_like(one: ArenaIdentity, other: ArenaIdentity) -> bool:
-    return (one.run, one.world) == (other.run, other.world)
+    return (one.run, one.world, one.kind) == (other.run, other.world, other.kind)
 
 
 def _generations(world_size: int) -> int:

@@ -23,6 +23,7 @@ from lakeckpt.checkpoint.arena.checksums import checked
 from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.filling import checksum
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.holdings import held_share
 from lakeckpt.checkpoint.peers.wire import (
     KEY_BYTES,
     AskShare,
@@ -178,16 +179,12 @@ class ShareServer:
 
     def _held(self, asked: AskShare, stack: contextlib.ExitStack) -> HeldGeneration:
         """Return the locked share. Raises `ArenaError` if it is not here."""
-        gone = f"step {asked.cut.step} of attempt {asked.cut.attempt} is not in the memory of this node any more"
         if asked.identity.run != self._run:
             raise ArenaError("this node serves another run")
-        try:
-            arena = stack.enter_context(self._folder.open(self._folder.name_of(asked.identity)))
-        except FileNotFoundError:
-            raise ArenaError(gone) from None
-        held = stack.enter_context(arena.hold(asked.cut))
-        if held is None or held.record.digest != asked.digest:
-            raise ArenaError(gone)
+        held = stack.enter_context(held_share(self._folder, asked.identity, asked.cut, asked.digest))
+        if held is None:
+            where = "is not in the memory of this node any more"
+            raise ArenaError(f"step {asked.cut.step} of attempt {asked.cut.attempt} {where}")
         return held
 
 

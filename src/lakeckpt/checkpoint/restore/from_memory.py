@@ -26,7 +26,8 @@ from functools import partial
 from lakeckpt.checkpoint.agent.generations import digest_of_run, identity_of
 from lakeckpt.checkpoint.arena.contents import Contents, contents_from, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.arena.holdings import holdings_in, lists_in
+from lakeckpt.checkpoint.arena.holdings import held_share, holdings_in, lists_in
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.consumed.pending import PendingRecord, pending_from_bytes, since
 from lakeckpt.checkpoint.consumed.reports import reports_of
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, digest_of_leaves, short_digest
@@ -192,7 +193,7 @@ class Remembered:
                 fetched = partial(_fetched, one.address, key, asked)
                 return ShareSource(rank=one.rank, tier="other nodes", open=fetched)
             is_own = one.rank == self._rank and decision.world == self._world_size
-            opened = partial(_opened, self._folder, self._folder.name_of(identity), cut, gone)
+            opened = partial(_opened, self._folder, identity, cut, decision.digest, gone)
             return ShareSource(rank=one.rank, tier="own" if is_own else "own node", open=opened)
 
         for rank, sources in decision.reads(self._rank, self._world_size, held).items():
@@ -240,13 +241,11 @@ class Remembered:
             self._server = None
 
 
-def _opened(folder: ArenaFolder, name: str, cut: CutId, gone: str, stack: ExitStack) -> Contents:
+def _opened(
+    folder: ArenaFolder, identity: ArenaIdentity, cut: CutId, digest: bytes, gone: str, stack: ExitStack
+) -> Contents:
     """Open a share that lies on this node. `ArenaDamaged` if it is not there."""
-    try:
-        arena = stack.enter_context(folder.open(name))
-    except FileNotFoundError:
-        raise ArenaDamaged(gone) from None
-    if (held := stack.enter_context(arena.hold(cut))) is None:
+    if (held := stack.enter_context(held_share(folder, identity, cut, digest))) is None:
         raise ArenaDamaged(gone)
     return contents_of(held)
 
