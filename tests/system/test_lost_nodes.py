@@ -30,7 +30,10 @@ def nodes() -> Iterator[tuple[Node, Node]]:
 
 def own(job: ClusterJob, memory: str) -> dict[str, str]:
     """The environment of a node whose memory is the folder of this name."""
-    return {"MANAGER": json.dumps({"capture_every": 1, "persist_every": 5, "arenas": str(job.folder / memory)})}
+    given: dict[str, object] = {"capture_every": 1, "persist_every": 5, "arenas": str(job.folder / memory)}
+    if "FSDP" in job.environment:
+        given |= {"peers": "copy", "peers_every_s": 0.0, "persist_every": 30}
+    return {"MANAGER": json.dumps(given)}
 
 
 CASES = [
@@ -39,6 +42,9 @@ CASES = [
     "the other goes on alone",
     "HSDP, a fresh node comes",
     "HSDP, a fresh node comes and ranks swap",
+    "FSDP with copies, a fresh node comes",
+    "FSDP with copies, a fresh node comes and ranks swap",
+    "FSDP with copies, the other goes on alone",
 ]
 
 
@@ -50,6 +56,8 @@ def test_a_lost_node_costs_at_most_one_step_and_nothing_is_read_from_storage(
     ranks = 1
     if "HSDP" in case:
         job.environment["HSDP"], ranks = "1", 2
+    if "FSDP" in case:
+        job.environment["FSDP"] = "1"
     host = int(is_swapped)  # it stays; of two nodes, the one with the lower address has rank 0
     lost = nodes[1 - host]
     for number, node in enumerate(nodes):

@@ -20,6 +20,7 @@ __all__ = [
     "checked_backups",
     "checked_crash_loop",
     "checked_names",
+    "checked_peers",
     "checked_state",
     "checked_steps",
     "shared_settings",
@@ -125,9 +126,7 @@ def shared_settings(**settings: object) -> dict[str, str]:
     return {name: one if isinstance(one, str) else repr(one) for name, one in settings.items()}
 
 
-def check_capturing(
-    capture_every: object, arenas: object, bubbles: object, peers: object = None, perceive: object = True
-) -> None:
+def check_capturing(capture_every: object, arenas: object, bubbles: object, perceive: object = True) -> None:
     """Raise `ConfigError` for the first argument that is not valid."""
     if capture_every is not None and (type(capture_every) is not int or capture_every < 1):
         raise ConfigError(f"capture_every is a positive number of optimizer steps, or None, got {capture_every!r}")
@@ -137,8 +136,25 @@ def check_capturing(
         raise ConfigError(f"bubbles is a lakeckpt.bubbles.Bubbles, or None, got {bubbles!r}")
     if type(perceive) is not bool:
         raise ConfigError(f"perceive is True or False, got {perceive!r}")
-    if peers is not None and peers is not False:
+
+
+def checked_peers(peers: object, peers_every_s: object, capture_every: object) -> float | None:
+    """Return every how many seconds nodes copy shares; None if they keep none. `ConfigError` for the first argument
+    that is not valid."""
+    if type(peers_every_s) not in (int, float) or not 0 <= peers_every_s < float("inf"):  # type: ignore[operator]
+        raise ConfigError(f"peers_every_s is a number of seconds from 0 on, got {peers_every_s!r}")
+    if peers is None or peers is False:
+        return None
+    if peers == "3+1":
+        raise ConfigError('peers="3+1" is not made yet: parity of shares. Give peers="copy", which keeps whole copies')
+    if peers != "copy":
         raise ConfigError(
-            f"peers is None (nodes read from each other's memory what they lack) or False (they open no socket), got "
-            f"{peers!r}: copies of what other nodes have captured are not made yet"
+            f'peers is None (nodes read from each other\'s memory what they lack), "copy" (they also keep copies of '
+            f"each other's shares) or False (they open no socket), got {peers!r}"
         )
+    if capture_every is None:
+        raise ConfigError(
+            'peers="copy" needs capture_every=: agents copy what was captured. Without captures nothing is in memory '
+            "that a lost node could take with it"
+        )
+    return float(peers_every_s)  # type: ignore[arg-type]

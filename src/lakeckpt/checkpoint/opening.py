@@ -28,6 +28,7 @@ from lakeckpt.checkpoint.capture.fence import owners
 from lakeckpt.checkpoint.capture.state_watch import estimated_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
 from lakeckpt.checkpoint.copying.backups import Backup
+from lakeckpt.checkpoint.peers.grouping import keeping_of, node_facts
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.sync_save import Saver
@@ -51,7 +52,8 @@ _LOG = logging.getLogger("lakeckpt")
 class Place:
     """Where a run lies: ``storage``, and how another process opens it; where its captures lie, ``arenas``; and which
     ``backups`` are made of it. ``perceives``: agents end trainers that are stuck after a death; and after the loss of a
-    node, if ``serves``: agents of several nodes may talk to each other."""
+    node, if ``serves``: agents of several nodes may talk to each other. ``copies_every_s``: every so many seconds they
+    copy shares; None: they copy none."""
 
     storage: Storage
     uri: str
@@ -60,6 +62,7 @@ class Place:
     backups: tuple[Backup, ...] = ()
     perceives: bool = True
     serves: bool = True
+    copies_every_s: float | None = None
 
 
 def opened(uri: object, storage_options: Mapping[str, Any] | None) -> Storage:
@@ -79,6 +82,7 @@ def place_of(
     backups: Collection[Backup] = (),
     perceives: bool = True,
     serves: bool = True,
+    copies_every_s: float | None = None,
 ) -> Place:
     """Return where a run lies that the user has named by ``uri``. `ConfigError` if another process cannot open it."""
     place = Place(
@@ -89,6 +93,7 @@ def place_of(
         backups=tuple(backups),
         perceives=perceives,
         serves=serves,
+        copies_every_s=copies_every_s,
     )
     if isinstance(storage, LocalStorage):
         return replace(place, uri=storage.name)
@@ -187,7 +192,9 @@ def _open_agent(
             backups=tuple(map(asdict, place.backups)) if exchange.rank == 0 else (),
             perceives=place.perceives,
             next_rank=_next_node(exchange) if place.serves else -1,
-        )
+            copies=place.copies_every_s is not None,
+        ),
+        protected=(lambda step, at_s: None) if counters is None else counters.protected,
     )
     engine = CaptureEngine(
         objects,
@@ -195,7 +202,7 @@ def _open_agent(
         folder=place.arenas,
         step=step,
         gate=gate,
-        generations=_generations(exchange.world_size),
+        generations=_generations(exchange, place),
         counters=counters,
         ranks_here=len(exchange.neighbours),
     )
@@ -227,19 +234,28 @@ def _warn_of_others(objects: Mapping[str, Any]) -> None:
         warnings.warn(text, CaptureWarning, stacklevel=2)
 
 
-def replica_facts(saves: Saver | Background | None, exchange: Exchange) -> dict[str, str]:
-    """Return this rank's facts for `settle`: the ranks of its node, and what ranks that are alike have in common."""
+def replica_facts(saves: Saver | Background | None, exchange: Exchange, place: Place | None) -> dict[str, str]:
+    """Return this rank's facts for `settle`: the ranks of its node, what ranks that are alike have in common, and where
+    the node lies, if nodes keep copies."""
+    facts: dict[str, str] = {}
+    if place is not None and place.copies_every_s is not None and _next_node(exchange) >= 0:
+        facts = node_facts(exchange.neighbours)
     if isinstance(saves, Background) and len(exchange.neighbours) > 1:
         with suppress(Exception):  # what cannot be captured is refused at the first cut
-            return facts_of_node(exchange.neighbours, saves.engine.planner.replica())
-    return {}
+            return facts | facts_of_node(exchange.neighbours, saves.engine.planner.replica())
+    return facts
 
 
 def settle(
-    saves: Saver | Background | None, tally: Tally, place: Place | None, attempt: Attempt, exchange: Exchange
+    saves: Saver | Background | None,
+    tally: Tally,
+    place: Place | None,
+    attempt: Attempt,
+    exchange: Exchange,
+    capture_every: int | None = None,
 ) -> None:
-    """Let replicas divide what they capture, if all ranks are alike by the `replica_facts` of all, and say how much
-    memory it takes."""
+    """Let replicas divide what they capture, if all ranks are alike by the `replica_facts` of all, say how much memory
+    it takes, and let agents copy it to other nodes."""
     if not isinstance(saves, Background) or place is None:
         return
     nodes = nodes_of_replicas(tally)
@@ -248,13 +264,22 @@ def settle(
     digest = digest_of_run(attempt.run, place.storage)
     identity = identity_of(digest, rank=exchange.rank, world_size=exchange.world_size)
     state_bytes = estimated_bytes(saves.engine.objects.values()) // (1 if division is None else division.count)
-    _say_memory(state_bytes, place.arenas, identity, exchange)
+    _say_memory(state_bytes, place, identity, exchange)
+    if place.copies_every_s is not None:
+        keeping, warning = keeping_of(
+            tally, exchange.neighbours, every_s=place.copies_every_s, capture_every=capture_every or 1
+        )
+        if warning and exchange.rank == exchange.neighbours[0]:
+            _LOG.warning('peers="copy": %s', warning)
+        if keeping is not None:
+            saves.agent.copy(keeping)
 
 
-def _say_memory(state_bytes: int, folder: ArenaFolder, identity: ArenaIdentity, exchange: Exchange) -> None:
+def _say_memory(state_bytes: int, place: Place, identity: ArenaIdentity, exchange: Exchange) -> None:
     """Say on one rank of each node how much memory captures take there: a warning if it is not there. ``state_bytes``:
     what a rank is expected to capture."""
-    ranks, generations = exchange.neighbours, _generations(exchange.world_size)
+    folder = place.arenas
+    ranks, generations = exchange.neighbours, _generations(exchange, place)
     if exchange.rank != ranks[0]:
         return
     every = (one.size_bytes for one in folder.found() if one.identity is not None and _is_like(one.identity, identity))
@@ -277,7 +302,10 @@ def _is_like(one: ArenaIdentity, other: ArenaIdentity) -> bool:
     return (one.run, one.world, one.kind) == (other.run, other.world, other.kind)
 
 
-def _generations(world_size: int) -> int:
+def _generations(exchange: Exchange, place: Place) -> int:
     """How many generations an arena has: the one being persisted, the newest, and the one being filled; with several
-    ranks also that before the newest, which another rank may have to go back to."""
-    return 3 if world_size == 1 else 4
+    ranks also that before the newest, which another rank may have to go back to; and with copies on other nodes the two
+    that were copied last, since a lost node's share is of use only with the same cut of the others."""
+    if exchange.world_size == 1:
+        return 3
+    return 4 if place.copies_every_s is None or len(exchange.neighbours) == exchange.world_size else 6

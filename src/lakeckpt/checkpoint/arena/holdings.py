@@ -43,12 +43,12 @@ def holdings_in(
     whose: set[int] = set()  # the ranks of a job of as many ranks that have arenas here
     for info in folder.found():
         if info.identity is not None and info.identity.run.startswith(run):
-            is_own = (info.identity.world, info.identity.kind) == (world_size, "own")
-            whose |= {info.identity.rank} if is_own else set()
+            is_whose = (info.identity.world, info.identity.kind) == (world_size, "own")
+            whose |= {info.identity.rank} if is_whose else set()
             for cut, digest in info.cuts.items():
-                shares = found[cut, digest, info.identity.world, info.listed.get(cut, b"")]
-                if info.identity.kind == "own" or info.identity.rank not in shares:
-                    shares[info.identity.rank] = info
+                arenas = found[cut, digest, info.identity.world, info.listed.get(cut, b"")]
+                if info.identity.kind == "own" or info.identity.rank not in arenas:
+                    arenas[info.identity.rank] = info
     every = []
     for (cut, digest, world, listed), arenas in sorted(found.items(), key=lambda one: one[0][0].age, reverse=True):
         is_own = listed or not world_size or (world == world_size and whose == set(ranks))

@@ -25,7 +25,17 @@ from lakeckpt.lake.storage.base import Storage
 from lakeckpt.wire.documents import from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["GONE_S", "SILENT_S", "Contact", "NextNode", "NodeNote", "node_note", "put_node_note", "why_gone"]
+__all__ = [
+    "GONE_S",
+    "SILENT_S",
+    "Contact",
+    "NextNode",
+    "NodeNote",
+    "connected_to",
+    "node_note",
+    "put_node_note",
+    "why_gone",
+]
 
 GONE_S, SILENT_S = 5.0, 30.0
 _USER_TIMEOUT_MS = 5000
@@ -111,7 +121,7 @@ class NextNode:
         """Ask the node, and return what is known of it then. Before the first answer, nothing is known."""
         try:
             if self._connection is None:
-                self._connection = self._connected()
+                self._connection = connected_to(self.note, _ANSWER_S)
                 self._asked = False
             if not self._asked:
                 send(self._connection, StillThere())
@@ -144,17 +154,20 @@ class NextNode:
             self._connection.close()
             self._connection = None
 
-    def _connected(self) -> socket.socket:
-        host, _, port = self.note.address.rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
-        try:
-            limit_waits(connection, _ANSWER_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
-            prove(connection, self.note.key)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+
+def connected_to(note: NodeNote, answer_s: float) -> socket.socket:
+    """Return a connection to the server of a node's agent, on which no call waits longer than ``answer_s``. Raises
+    ``OSError``, ``EOFError`` and `ArenaError`."""
+    host, _, port = note.address.rpartition(":")
+    connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
+    try:
+        limit_waits(connection, answer_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+        prove(connection, note.key)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _is_readable(connection: socket.socket, seconds: float) -> bool:

@@ -1,0 +1,228 @@
+"""This module sends what a rank captures to the node that keeps its copies, from the rank's agent.
+
+`CopySender.look` takes the newest complete cut that falls due, and gives its share to the keeper's server
+(`lakeckpt.checkpoint.peers.slots`). Any rank's copies are of use only together with the same cut of all other ranks. So
+the ranks choose alike without a message: the steps that count are multiples of a stride, a power of two which is as
+long as ``every_s``, and as the last transfer. The ranks of a job take their steps together, and come to the same
+stride, or to one that divides it. Ranks also keep the share of the last two cuts that were copied in their own arena:
+captures cannot begin these generations anew.
+
+A share that a rank of another node captures, too, needs no copy: the list of shares says so. Until the list can be
+there, a few cuts after the attempt began, nothing is copied. If the keeper takes no copy, the share is unprotected, and
+is tried again ever later. `start_copying` starts a daemon thread, which ends with the trainer. Imports without torch.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+from lakeckpt.checkpoint.arena.arena import Arena, HeldGeneration
+from lakeckpt.checkpoint.arena.checksums import checked
+from lakeckpt.checkpoint.arena.contents import contents_of
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.peers.grouping import Keeping
+from lakeckpt.checkpoint.peers.next_node import NodeNote, connected_to
+from lakeckpt.checkpoint.peers.serve import send_data, sizes_of
+from lakeckpt.checkpoint.peers.wire import NoShare, PutShare, ShareTaken, receive, send
+from lakeckpt.errors import ArenaDamaged, ArenaError, WireError
+from lakeckpt.recovery.facts import CutId
+from lakeckpt.recovery.shares import ShareList
+
+__all__ = ["CopySender", "start_copying"]
+
+_KEPT = 2
+_SPARED_CUTS = 8
+"""The list of shares is there after so many cuts: `lakeckpt.checkpoint.peers.alike`."""
+_LOOK_S, _SILENT_S = 0.1, 60.0
+_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
+
+
+class CopySender:
+    """Copies the cuts of ``attempt`` in the arena of ``identity`` as ``keeping`` says. ``note`` returns where the agent
+    of the keeper is asked, None if that is not known; ``now`` the time in seconds."""
+
+    def __init__(
+        self,
+        folder: ArenaFolder,
+        identity: ArenaIdentity,
+        attempt: int,
+        keeping: Keeping,
+        *,
+        note: Callable[[], NodeNote | None],
+        now: Callable[[], float],
+        log: Callable[[str], None],
+    ) -> None:
+        self._folder, self._identity, self._attempt, self._keeping = folder, identity, attempt, keeping
+        self._note, self._now, self._log = note, now, log
+        self._name = folder.name_of(identity)
+        self._arena: Arena | None = None
+        self._kept: deque[ExitStack] = deque()  # the locks of the cuts that were copied last
+        self._connection: socket.socket | None = None
+        self._first: tuple[int, float] | None = None  # the first step of the attempt that was seen, and when
+        self._stride, self._last, self._took_s = 1, -1, 0.0
+        self._retry_s, self._next_s = _RETRY_S, float("-inf")
+        self._wrong = ""
+
+    def look(self) -> CutId | None:
+        """Copy the newest cut that falls due, if there is one. Return it if it is protected now. Raises `ArenaError` if
+        the process can open no more files."""
+        arena = self._opened()
+        if arena is None or self._now() < self._next_s or (cut := self._due(arena)) is None:
+            return None
+        stack = ExitStack()
+        held = stack.enter_context(arena.hold(cut))
+        if held is None:
+            return None
+        while len(self._kept) >= _KEPT:
+            self._kept.popleft().close()
+        self._kept.append(stack)
+        begun_s = self._now()
+        try:
+            if not self._is_elsewhere(held):
+                self._put(held)
+        except (OSError, EOFError, WireError, ArenaError) as error:
+            self._failed(cut, error)
+            return None
+        self._last, self._took_s, self._retry_s, self._wrong = cut.step, self._now() - begun_s, _RETRY_S, ""
+        return cut
+
+    def close(self) -> None:
+        """Hang up, and release the generations."""
+        self._hang_up()
+        while self._kept:
+            self._kept.popleft().close()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    # --- which cut
+
+    def _due(self, arena: Arena) -> CutId | None:
+        """Return the newest cut that falls due."""
+        steps = [one.cut for one in arena.complete() if one.cut.attempt == self._attempt]
+        if not steps:
+            return None
+        if self._first is None:
+            self._first = steps[0].step, self._now()
+        first, since_s = self._first
+        unit = self._keeping.capture_every
+        if steps[0].step < first + _SPARED_CUTS * unit and not any(one.shares for one in arena.complete()):
+            return None
+        step_s = (self._now() - since_s) / max(1, steps[0].step - first)
+        due = [one for one in steps if one.step > self._last and one.step % (unit * self._stride) == 0]
+        if due:
+            self._stride = _stride(max(self._keeping.every_s, self._took_s), unit * step_s)
+        due = [one for one in due if one.step % (unit * self._stride) == 0]
+        return max(due, key=lambda one: one.step, default=None)
+
+    def _is_elsewhere(self, held: HeldGeneration) -> bool:
+        """Return whether a rank of another node has captured the same."""
+        if not held.record.shares:
+            return False
+        found = ShareList.from_document(contents_of(held).documents.shares)
+        own = found.id_of(self._identity.rank)
+        return any(found.id_of(rank) == own for rank in range(found.world) if rank not in self._keeping.here)
+
+    # --- the transfer
+
+    def _put(self, held: HeldGeneration) -> None:
+        """Give the share to the keeper. Raises why it does not have it then."""
+        contents = checked(contents_of(held))
+        documents, leaves, record = held.documents(), contents.checksums or b"", held.record
+        if self._connection is None:
+            if (note := self._note()) is None:
+                raise ArenaError("the node that keeps the copies cannot be found in the run")
+            self._connection = connected_to(note, _SILENT_S)
+        connection = self._connection
+        asked = PutShare(
+            identity=self._identity,
+            cut=record.cut,
+            digest=record.digest,
+            plan=held.arena.layout.plan,
+            sizes=sizes_of(held, documents, leaves),
+            shares=record.shares,
+            divided=record.divided,
+        )
+        send(connection, asked)
+        _require(connection)
+        connection.sendall(documents)
+        connection.sendall(leaves)
+        send_data(connection, held, 0, held.data_bytes)
+        _require(connection)
+
+    def _failed(self, cut: CutId, error: Exception) -> None:
+        """Report once why a share is unprotected, and try again later."""
+        self._hang_up()
+        self._kept.pop().close()
+        why = str(error) or type(error).__name__
+        if why != self._wrong:
+            self._log(f"step {cut.step} is unprotected, as its copy was not taken: {why}")
+        self._wrong = why
+        self._next_s = self._now() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _opened(self) -> Arena | None:
+        """Return the arena of the rank; None if there is none."""
+        if self._arena is not None and not self._arena.is_there:
+            while self._kept:
+                self._kept.popleft().close()
+            self._arena.close()
+            self._arena = None
+        if self._arena is None:
+            with suppress(ArenaDamaged, FileNotFoundError):
+                self._arena = self._folder.open(self._name)
+        return self._arena
+
+
+def start_copying(
+    sender: CopySender, trainer: int, *, report: Callable[[CutId], None], log: Callable[[str], None]
+) -> None:
+    """Send copies until the process of the pidfd ``trainer`` ends, on a thread of its own. ``report`` is called for
+    each cut that is protected now."""
+    work = (sender, trainer, report, log)
+    threading.Thread(target=_copy, args=work, name="lakeckpt-copies", daemon=True).start()
+
+
+def _copy(sender: CopySender, trainer: int, report: Callable[[CutId], None], log: Callable[[str], None]) -> None:
+    ends = select.poll()
+    ends.register(trainer, select.POLLIN)
+    wrong = ""
+    while not ends.poll(1000 * _LOOK_S):
+        try:
+            if (cut := sender.look()) is not None:
+                report(cut)
+        except (ArenaError, OSError) as error:  # this process is short of files: a save reports that, too
+            if str(error) != wrong:
+                log(f"no copies are made now: {error}")
+            wrong = str(error)
+    sender.close()
+
+
+def _stride(least_s: float, cut_s: float) -> int:
+    """Return how many cuts, a power of two, take at least ``least_s``, if each takes ``cut_s``.
+
+    >>> _stride(10.0, 0.7), _stride(0.0, 0.7), _stride(10.0, 30.0)
+    (16, 1, 1)
+    """
+    cuts = min(least_s / cut_s, 2.0**20) if cut_s > 0 else 1
+    return 1 << max(0, int(-(-cuts // 1)) - 1).bit_length()
+
+
+def _require(connection: socket.socket) -> None:
+    """Wait for the keeper's answer. Raises `ArenaError` unless it takes the share."""
+    answer = receive(connection)
+    if isinstance(answer, NoShare):
+        raise ArenaError(answer.why)
+    if not isinstance(answer, ShareTaken):
+        raise ArenaError(f"the keeper answers {type(answer).__name__}")
