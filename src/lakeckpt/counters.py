@@ -138,7 +138,7 @@ class RunCounters(Counters):
 
     def protected(self, step: int, at_s: float) -> None:
         """Note that the share of the cut of ``step`` lies on another node, too."""
-        self.copies, self.protected_step, self.protected_s = True, step, at_s
+        self.protected_step, self.protected_s = step, at_s
 
     def committed(self, step: int, created_s: float, took_s: float) -> None:
         """Count a commit of the cut of ``step``."""

@@ -138,10 +138,10 @@ def check_capturing(capture_every: object, arenas: object, bubbles: object, perc
         raise ConfigError(f"perceive is True or False, got {perceive!r}")
 
 
-def checked_peers(peers: object, peers_every_s: object, capture_every: object) -> float | None:
-    """Return every how many seconds nodes copy shares; None if they keep none. `ConfigError` for the first argument
-    that is not valid."""
-    if type(peers_every_s) not in (int, float) or not 0 <= peers_every_s < float("inf"):  # type: ignore[operator]
+def checked_peers(peers: object, peers_every_s: object, capture_every: object) -> tuple[float, int] | None:
+    """Return every how many seconds nodes copy shares, and ``capture_every``; None if they keep none. `ConfigError` for
+    the first argument that is not valid."""
+    if isinstance(peers_every_s, bool) or not isinstance(peers_every_s, (int, float)) or not 0 <= peers_every_s < 1e9:
         raise ConfigError(f"peers_every_s is a number of seconds from 0 on, got {peers_every_s!r}")
     if peers is None or peers is False:
         return None
@@ -152,9 +152,9 @@ def checked_peers(peers: object, peers_every_s: object, capture_every: object) -
             f'peers is None (nodes read from each other\'s memory what they lack), "copy" (they also keep copies of '
             f"each other's shares) or False (they open no socket), got {peers!r}"
         )
-    if capture_every is None:
+    if not isinstance(capture_every, int):
         raise ConfigError(
             'peers="copy" needs capture_every=: agents copy what was captured. Without captures nothing is in memory '
             "that a lost node could take with it"
         )
-    return float(peers_every_s)  # type: ignore[arg-type]
+    return float(peers_every_s), capture_every

@@ -146,7 +146,7 @@ class CheckpointManager(Closing):
         self._objects = checked_state(state)
         fail_after_s = check_settings(fail_after, timeout_s)
         check_capturing(capture_every, arenas, bubbles, perceive)
-        copies_every_s = checked_peers(peers, peers_every_s, capture_every)
+        copied = checked_peers(peers, peers_every_s, capture_every)
         every = interval_of(persist_every)
         self._storage = opened(uri, storage_options)
         self._exchange, self._waiter = self._talk(
@@ -156,7 +156,7 @@ class CheckpointManager(Closing):
         self._capture_every, captures = capture_every, capture_every is not None
         copies = checked_backups(backups, capture_every)
         given = (self._storage, uri, storage_options or {}, arenas, copies, perceive, peers is not False)
-        self._place = place_of(*given, copies_every_s) if captures else None
+        self._place = place_of(*given, copied) if captures else None
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
         most = checked_crash_loop(on_crash_loop, max_excluded)
         self._aftermath = Aftermath(self._storage, self._exchange, arenas, captures, most, watch_faults)
@@ -271,7 +271,7 @@ class CheckpointManager(Closing):
         # If one rank cannot begin, none does: the others would wait for it at the first save.
         tally = Together(self._exchange).do(lambda: self._begin(done, attempt))
         note_sharing(tally, self._tracks)
-        settle(self._saves, tally, self._place, attempt, self._exchange, self._capture_every)
+        settle(self._saves, tally, self._place, attempt, self._exchange, self._counters)
         self._preemption.start(done, has_agent=self._place is not None)
         note_begun(done, self._aftermath.page)
         return done

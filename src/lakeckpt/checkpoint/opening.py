@@ -52,8 +52,8 @@ _LOG = logging.getLogger("lakeckpt")
 class Place:
     """Where a run lies: ``storage``, and how another process opens it; where its captures lie, ``arenas``; and which
     ``backups`` are made of it. ``perceives``: agents end trainers that are stuck after a death; and after the loss of a
-    node, if ``serves``: agents of several nodes may talk to each other. ``copies_every_s``: every so many seconds they
-    copy shares; None: they copy none."""
+    node, if ``serves``: agents of several nodes may talk to each other. ``copies``: every how many seconds they
+    copy shares, and every how many steps a cut is captured; None: they copy none."""
 
     storage: Storage
     uri: str
@@ -62,7 +62,7 @@ class Place:
     backups: tuple[Backup, ...] = ()
     perceives: bool = True
     serves: bool = True
-    copies_every_s: float | None = None
+    copies: tuple[float, int] | None = None
 
 
 def opened(uri: object, storage_options: Mapping[str, Any] | None) -> Storage:
@@ -82,7 +82,7 @@ def place_of(
     backups: Collection[Backup] = (),
     perceives: bool = True,
     serves: bool = True,
-    copies_every_s: float | None = None,
+    copies: tuple[float, int] | None = None,
 ) -> Place:
     """Return where a run lies that the user has named by ``uri``. `ConfigError` if another process cannot open it."""
     place = Place(
@@ -93,7 +93,7 @@ def place_of(
         backups=tuple(backups),
         perceives=perceives,
         serves=serves,
-        copies_every_s=copies_every_s,
+        copies=copies,
     )
     if isinstance(storage, LocalStorage):
         return replace(place, uri=storage.name)
@@ -192,9 +192,8 @@ def _open_agent(
             backups=tuple(map(asdict, place.backups)) if exchange.rank == 0 else (),
             perceives=place.perceives,
             next_rank=_next_node(exchange) if place.serves else -1,
-            copies=place.copies_every_s is not None,
-        ),
-        protected=(lambda step, at_s: None) if counters is None else counters.protected,
+            copies=place.copies is not None,
+        )
     )
     engine = CaptureEngine(
         objects,
@@ -238,7 +237,7 @@ def replica_facts(saves: Saver | Background | None, exchange: Exchange, place: P
     """Return this rank's facts for `settle`: the ranks of its node, what ranks that are alike have in common, and where
     the node lies, if nodes keep copies."""
     facts: dict[str, str] = {}
-    if place is not None and place.copies_every_s is not None and _next_node(exchange) >= 0:
+    if place is not None and place.copies is not None and _next_node(exchange) >= 0:
         facts = node_facts(exchange.neighbours)
     if isinstance(saves, Background) and len(exchange.neighbours) > 1:
         with suppress(Exception):  # what cannot be captured is refused at the first cut
@@ -252,7 +251,7 @@ def settle(
     place: Place | None,
     attempt: Attempt,
     exchange: Exchange,
-    capture_every: int | None = None,
+    counters: RunCounters,
 ) -> None:
     """Let replicas divide what they capture, if all ranks are alike by the `replica_facts` of all, say how much memory
     it takes, and let agents copy it to other nodes."""
@@ -265,14 +264,14 @@ def settle(
     identity = identity_of(digest, rank=exchange.rank, world_size=exchange.world_size)
     state_bytes = estimated_bytes(saves.engine.objects.values()) // (1 if division is None else division.count)
     _say_memory(state_bytes, place, identity, exchange)
-    if place.copies_every_s is not None:
-        keeping, warning = keeping_of(
-            tally, exchange.neighbours, every_s=place.copies_every_s, capture_every=capture_every or 1
-        )
+    if place.copies is not None:
+        counters.copies = True
+        every_s, capture_every = place.copies
+        keeping, warning = keeping_of(tally, exchange.neighbours, every_s=every_s, capture_every=capture_every)
         if warning and exchange.rank == exchange.neighbours[0]:
             _LOG.warning('peers="copy": %s', warning)
         if keeping is not None:
-            saves.agent.copy(keeping)
+            saves.agent.copy(keeping, counters.protected)
 
 
 def _say_memory(state_bytes: int, place: Place, identity: ArenaIdentity, exchange: Exchange) -> None:
@@ -308,4 +307,4 @@ def _generations(exchange: Exchange, place: Place) -> int:
     that were copied last, since a lost node's share is of use only with the same cut of the others."""
     if exchange.world_size == 1:
         return 3
-    return 4 if place.copies_every_s is None or len(exchange.neighbours) == exchange.world_size else 6
+    return 4 if place.copies is None or len(exchange.neighbours) == exchange.world_size else 6

@@ -4,6 +4,7 @@
 *complete*, which means that some node holds the share of each rank that captured it, and that each rank can read:
 
 1. A rank of a job of as many ranks reads the share that it has captured itself, if its node holds it.
+   If that is damaged, it reads a copy of the share from another node.
 2. Else it reads a share of the same id on its node; else its own share, or one of the same id, from another node, if
    that node has an address. Random states are a rank's own: a rank reads them from the node that has its own share; if
    no node has it, it derives them, as a new rank does.
@@ -212,6 +213,10 @@ class _Shares:
                 ranks = stranded if is_same else node.ranks
                 why = "only nodes without an address hold it"
                 return f"{_named(ranks)} on {node.node} cannot read what {_named(stranded)} captured: {why}"
+            if is_same and not self._is_alike:
+                for share in (one for one in node.ranks if one in self._on[at] and len(away) < _MOST_MOVED):
+                    if copied := self._copies(share, at):
+                        away.setdefault(share, copied)
         if unseen := set(range(world_size)).difference(*(node.ranks for node in self._nodes)):
             return f"{_named(unseen)} stated nothing of a node"
         copies = {rank: other for rank, other in copies.items() if rank != other}
@@ -239,6 +244,12 @@ class _Shares:
         holders = sorted(
             self._holders[self._keys[share]], key=lambda one: (one[1] != share, (one[0] - reader) % len(self._nodes))
         )
+        return tuple(self._served(holders)[:_MOST_SOURCES])
+
+    def _copies(self, share: int, reader: int) -> tuple[Source, ...]:
+        """Return which other nodes serve a copy of a share that the node ``reader`` holds itself: it may be damaged
+        there."""
+        holders = (one for one in self._holders[self._keys[share]] if one[1] == share and one[0] != reader)
         return tuple(self._served(holders)[:_MOST_SOURCES])
 
     def _spares(self) -> tuple[Source, ...]:

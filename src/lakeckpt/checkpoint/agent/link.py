@@ -86,19 +86,12 @@ _ending: list[int] = []
 
 class AgentLink:
     """A trainer's link to its agent. ``begin`` describes the trainer and its attempt, from whose newest commit that is
-    known then each agent goes on. ``protected(step, at_s)`` is called when the share of a cut lies on another node.
-    Raises `AgentError` if no agent can serve.
+    known then each agent goes on. Raises `AgentError` if no agent can serve.
 
     One thread calls all methods. They do nothing in a forked process.
     """
 
-    def __init__(
-        self,
-        begin: Hello,
-        *,
-        python: str = sys.executable,
-        protected: Callable[[int, float], object] = lambda step, at_s: None,
-    ) -> None:
+    def __init__(self, begin: Hello, *, python: str = sys.executable) -> None:
         self._begin = begin
         self._python = python
         self._log = log_path(begin.arenas, begin.digest.hex(), begin.rank)
@@ -112,7 +105,7 @@ class AgentLink:
         self._unsent: deque[Message] = deque()
         self._documents = TableDocuments(data={})
         self._keeping: Keeping | None = None
-        self._protected = protected
+        self._protected: Callable[[int, float], object] = lambda step, at_s: None
         self._obstacles: list[Obstacle] = []
         self._start()
 
@@ -132,9 +125,10 @@ class AgentLink:
         else:
             self._send(order)
 
-    def copy(self, keeping: Keeping, /) -> None:
-        """Let the agent send copies to another node; another agent does so, too."""
-        self._keeping = keeping
+    def copy(self, keeping: Keeping, protected: Callable[[int, float], object], /) -> None:
+        """Let the agent send copies to another node; another agent does so, too. ``protected(step, at_s)`` is called
+        when the share of a cut lies there."""
+        self._keeping, self._protected = keeping, protected
         self._send(keeping)
 
     def keep(self, documents: TableDocuments, /) -> None:

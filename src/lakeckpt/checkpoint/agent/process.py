@@ -207,8 +207,8 @@ def _serve(
 
 
 def _tidied(persister: Persister, generations: Generations, begin: Hello) -> str:
-    """Remove the arena, and the copies that this node keeps, unless it holds a cut that is needed and not in storage,
-    or another trainer fills it. Returns what was done.
+    """Remove the arena, unless it holds a cut that is needed and not in storage, or another trainer fills it; and the
+    copies that this node keeps, if the trainer has ended well. Returns what was done.
 
     A cut of an earlier attempt counts: this attempt may have gone on from it and captured nothing yet.
     """
@@ -219,7 +219,7 @@ def _tidied(persister: Persister, generations: Generations, begin: Hello) -> str
             return f"the arena stays, as step {captured} is not in storage: lakeckpt doctor removes it"
         if not generations.remove():
             return "the arena stays, as another trainer fills it"
-        if begin.copies:
+        if begin.copies and not persister.is_final:
             with contextlib.suppress(ArenaError):
                 remove_copies(ArenaFolder(begin.arenas), begin.digest)
         return "the arena is removed"
