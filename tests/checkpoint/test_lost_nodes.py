@@ -106,6 +106,18 @@ def test_what_only_a_lost_node_held_is_read_from_its_copy(
     assert [one.report is not None and one.report.derived_random for one in found[:2]] == [False] * len(found[:2])
 
 
+@pytest.mark.parametrize("after", [("a", "c"), ("c", "a")])
+def test_the_random_states_of_a_lost_rank_are_read_from_the_node_that_keeps_its_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: tuple[str, ...]
+) -> None:
+    storage = Watched()
+    job(storage, [tmp_path / "a", tmp_path / "b"], steps=STEPS, seed=0, saves_at=2, in_step=True)
+    copied(storage, tmp_path, monkeypatch)
+    found = job(storage, [tmp_path / name for name in after], steps=1, seed=9, in_step=True)
+    assert [one.step for one in found] == [STEPS] * 2 and storage.reads == []
+    assert [one.report is not None and one.report.derived_random for one in found] == [False, False]
+
+
 def test_a_share_that_is_damaged_on_its_own_node_is_read_from_its_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

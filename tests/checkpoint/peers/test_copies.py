@@ -16,6 +16,7 @@ from lakeckpt.checkpoint.arena.checksums import checked
 from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.holdings import held_share, holdings_in, remove_copies
+from lakeckpt.checkpoint.format.parts import RANDOM
 from lakeckpt.checkpoint.peers.copies import CopySender
 from lakeckpt.checkpoint.peers.grouping import Keeping, keeping_of, node_facts
 from lakeckpt.checkpoint.peers.next_node import NodeNote, connected_to
@@ -29,6 +30,7 @@ from tests.checkpoint.peers.nodes import KEY
 
 KEEPING = Keeping(keeper=2, here=(0, 1), keeps=(), every_s=0.0, capture_every=1)
 IDENTITY = identity_of(DIGEST, rank=1, world_size=4)
+COPY = replace(IDENTITY, kind="copy")
 
 
 @pytest.fixture
@@ -73,7 +75,7 @@ class Keeper:
         return found
 
     def kept(self) -> list[int]:
-        return [one.cut.step for one in holdings_in(self.folder, DIGEST) if one.ranks == (1,)]
+        return [one.cut.step for one in holdings_in(self.folder, DIGEST) if one.ranks == (1,) and not one.documents]
 
 
 def test_the_newest_cuts_lie_on_the_keeper_as_they_were_captured(tmp_path: Path, stack: ExitStack) -> None:
@@ -121,6 +123,19 @@ def _named(keeper: Keeper, shares: ShareList, first: int = 1) -> list[int]:
     return found
 
 
+def test_only_the_documents_of_a_share_that_another_node_captures_are_sent_at_each_cut(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    keeper = Keeper(tmp_path, stack, replace(KEEPING, every_s=100.0))
+    _named(keeper, ShareList.of([b"a", b"b", b"a", b"b"]))
+    own = CutId(attempt=0, step=2)
+    with held_share(keeper.folder, replace(IDENTITY, kind="documents"), own, bytes(16)) as held:
+        assert held is not None and contents_of(held).documents.trees[RANDOM] == b"random of rank 1"
+        assert held.data_bytes == 0
+    with held_share(keeper.folder, IDENTITY, own, bytes(16)) as held:
+        assert held is None  # nobody takes it for the share
+
+
 def test_an_unreachable_keeper_is_tried_again_ever_later(tmp_path: Path, stack: ExitStack) -> None:
     keeper = Keeper(tmp_path, stack)
     keeper.server.close()
@@ -136,7 +151,7 @@ def put_of(arena: Arena, step: int, stack: ExitStack) -> tuple[PutShare, bytes, 
     assert held is not None
     leaves, documents = checked(contents_of(held)).checksums or b"", held.documents()
     put = PutShare(
-        identity=IDENTITY,
+        identity=COPY,
         cut=held.record.cut,
         digest=held.record.digest,
         plan=arena.layout.plan,

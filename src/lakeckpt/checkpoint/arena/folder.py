@@ -5,9 +5,9 @@ that lie in files, for nodes that are short of memory. The folder is 0700 and th
 opened through a link, and a folder or file that does not look so is refused.
 
 A rank of a run has one arena in a folder for each number of ranks, ``<digest of the run>.<rank>-of-<ranks>.arena``. An
-arena with copies of what a rank of another node has captured ends in ``.copy.arena``. The memory of an arena is
-allocated when it is made: a page that is missing later would end the process. The file gets its name when the arena is
-whole (``O_TMPFILE``), so that a process that is killed meanwhile leaves nothing.
+arena with copies of what a rank of another node has captured ends in ``.copy.arena``, or in ``.documents.arena``. The
+memory of an arena is allocated when it is made: a page that is missing later would end the process. The file gets its
+name when the arena is whole (``O_TMPFILE``), so that a process that is killed meanwhile leaves nothing.
 """
 
 from __future__ import annotations

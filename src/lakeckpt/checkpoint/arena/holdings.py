@@ -39,25 +39,35 @@ def holdings_in(
     ``ranks`` of ``world_size`` run here now: the ids of shares are computed if others have captured them; 0: they are
     not computed. Raises `ArenaError` if the arenas cannot be looked at.
     """
-    found: defaultdict[tuple[CutId, bytes, int, bytes], dict[int, ArenaInfo]] = defaultdict(dict)
+    found: defaultdict[tuple[CutId, bytes, int, bytes, bool], dict[int, ArenaInfo]] = defaultdict(dict)
     whose: set[int] = set()  # the ranks of a job of as many ranks that have arenas here
     for info in folder.found():
         if info.identity is not None and info.identity.run.startswith(run):
             is_whose = (info.identity.world, info.identity.kind) == (world_size, "own")
             whose |= {info.identity.rank} if is_whose else set()
             for cut, digest in info.cuts.items():
-                arenas = found[cut, digest, info.identity.world, info.listed.get(cut, b"")]
+                is_paper = info.identity.kind == "documents"
+                arenas = found[cut, digest, info.identity.world, info.listed.get(cut, b""), is_paper]
                 if info.identity.kind == "own" or info.identity.rank not in arenas:
                     arenas[info.identity.rank] = info
     every = []
-    for (cut, digest, world, listed), arenas in sorted(found.items(), key=lambda one: one[0][0].age, reverse=True):
-        is_own = listed or not world_size or (world == world_size and whose == set(ranks))
+    for (cut, digest, world, listed, is_paper), arenas in sorted(
+        found.items(), key=lambda one: one[0][0].age, reverse=True
+    ):
+        is_own = is_paper or listed or not world_size or (world == world_size and whose == set(ranks))
         shares = b"" if is_own else b"".join(_share_id(folder, arenas[rank], cut) for rank in sorted(arenas))
         ranks_here = tuple(sorted(arenas))
         divided = any(cut in info.divided for info in arenas.values())
         every.append(
             Holding(
-                cut=cut, digest=digest, world=world, ranks=ranks_here, shares=shares, listed=listed, divided=divided
+                cut=cut,
+                digest=digest,
+                world=world,
+                ranks=ranks_here,
+                shares=shares,
+                listed=listed,
+                divided=divided,
+                documents=is_paper,
             )
         )
     return tuple(every)
@@ -82,9 +92,11 @@ def held_share(
     folder: ArenaFolder, identity: ArenaIdentity, cut: CutId, digest: bytes
 ) -> Iterator[HeldGeneration | None]:
     """Lock what the rank of ``identity`` has captured of the ``cut`` with this digest while the block runs: in the
-    rank's arena, else in one with copies. Yields None if neither has it. Raises `ArenaError`."""
+    rank's arena, else in one with copies; if the identity is of documents, these alone. Yields None if the node does
+    not have it. Raises `ArenaError`."""
+    kinds = _KINDS if identity.kind == "own" else (identity.kind,)
     with contextlib.ExitStack() as stack:
-        for kind in _KINDS:
+        for kind in kinds:
             with contextlib.suppress(FileNotFoundError):
                 arena = stack.enter_context(folder.open(folder.name_of(replace(identity, kind=kind))))
                 held = stack.enter_context(arena.hold(cut))
@@ -127,7 +139,7 @@ def remove_copies(folder: ArenaFolder, run: bytes, *, but: Collection[int] = ())
     """Remove the copies here of what ranks of the run with this digest have captured, ``but`` of these ranks. Copies
     that are under way stay."""
     for info in folder.found():
-        if info.identity is not None and (info.identity.run, info.identity.kind) == (run, "copy"):
+        identity = info.identity
+        if identity is not None and identity.run == run and identity.kind != "own" and identity.rank not in but:
             with contextlib.suppress(ArenaError):
-                if info.identity.rank not in but:
-                    folder.remove(info.name)
+                folder.remove(info.name)

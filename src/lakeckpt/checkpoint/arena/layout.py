@@ -43,13 +43,13 @@ _CHECKSUMS_ROOM = 256
 """The room in the checksums for all but themselves."""
 
 
-ArenaKind = Literal["own", "copy"]
+ArenaKind = Literal["own", "copy", "documents"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaIdentity:
     """The owner of the cuts: the run (16 bytes), the rank, and the number of ranks. ``kind``: the rank itself fills the
-    arena, or it holds copies of what the rank has captured on another node."""
+    arena, or it holds copies of what the rank has captured on another node, or of the documents of that alone."""
 
     run: Digest
     rank: Count

@@ -7,7 +7,8 @@ long as ``every_s``, and as the last transfer. The ranks of a job take their ste
 stride, or to one that divides it. Ranks also keep the share of the last two cuts that were copied in their own arena:
 captures cannot begin these generations anew.
 
-A share that a rank of another node captures, too, needs no copy: the list of shares says so. Until the list can be
+A share that a rank of another node captures, too, needs no copy: the list of shares says so. Of each such cut only the
+documents are sent, some kilobytes, for the random states in them are the rank's own. Until the list can be
 there, a few cuts after the attempt began, nothing is copied. If the keeper takes no copy, the share is unprotected, and
 is tried again ever later. `start_copying` starts a daemon thread, which ends with the trainer. Imports without torch.
 """
@@ -20,12 +21,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 from lakeckpt.checkpoint.arena.arena import Arena, HeldGeneration
 from lakeckpt.checkpoint.arena.checksums import checked
 from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaKind
+from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
 from lakeckpt.checkpoint.peers.grouping import Keeping
 from lakeckpt.checkpoint.peers.next_node import NodeNote, connected_to
 from lakeckpt.checkpoint.peers.serve import send_data, sizes_of
@@ -66,6 +69,7 @@ class CopySender:
         self._connection: socket.socket | None = None
         self._first: tuple[int, float] | None = None  # the first step of the attempt that was seen, and when
         self._stride, self._last, self._took_s = 1, -1, 0.0
+        self._last_documents = -1
         self._retry_s, self._next_s = _RETRY_S, float("-inf")
         self._wrong = ""
 
@@ -73,7 +77,19 @@ class CopySender:
         """Copy the newest cut that falls due, if there is one. Return it if it is protected now. Raises `ArenaError` if
         the process can open no more files."""
         arena = self._opened()
-        if arena is None or self._now() < self._next_s or (cut := self._due(arena)) is None:
+        if arena is None or self._now() < self._next_s:
+            return None
+        newest = next(iter(arena.cuts()), None)
+        if newest is not None and newest.attempt == self._attempt and newest.step > self._last_documents:
+            with arena.hold(newest) as held:
+                if held is not None and self._is_elsewhere(held) and self._is_sent(held, "documents"):
+                    self._copied(arena)  # keeps generations of the cuts that other ranks copy
+                    return newest
+        return self._copied(arena)
+
+    def _copied(self, arena: Arena) -> CutId | None:
+        """Copy the newest cut that falls due, and keep its generation. Return it if it was copied."""
+        if (cut := self._due(arena)) is None:
             return None
         stack = ExitStack()
         held = stack.enter_context(arena.hold(cut))
@@ -82,15 +98,28 @@ class CopySender:
         while len(self._kept) >= _KEPT:
             self._kept.popleft().close()
         self._kept.append(stack)
-        begun_s = self._now()
+        if self._is_elsewhere(held):
+            self._last = cut.step
+            return None
+        if self._is_sent(held, "copy"):
+            return cut
+        self._kept.pop().close()
+        return None
+
+    def _is_sent(self, held: HeldGeneration, kind: ArenaKind) -> bool:
+        """Give a share to the keeper, or its documents. Return whether the keeper has it."""
+        begun_s, cut = self._now(), held.record.cut
         try:
-            if not self._is_elsewhere(held):
-                self._put(held)
+            self._put(held, kind)
         except (OSError, EOFError, WireError, ArenaError) as error:
             self._failed(cut, error)
-            return None
-        self._last, self._took_s, self._retry_s, self._wrong = cut.step, self._now() - begun_s, _RETRY_S, ""
-        return cut
+            return False
+        if kind == "documents":
+            self._last_documents = cut.step
+        else:
+            self._last, self._took_s = cut.step, self._now() - begun_s
+        self._retry_s, self._wrong = _RETRY_S, ""
+        return True
 
     def close(self) -> None:
         """Hang up, and release the generations."""
@@ -131,21 +160,23 @@ class CopySender:
 
     # --- the transfer
 
-    def _put(self, held: HeldGeneration) -> None:
-        """Give the share to the keeper. Raises why it does not have it then."""
-        contents = checked(contents_of(held))
-        documents, leaves, record = held.documents(), contents.checksums or b"", held.record
+    def _put(self, held: HeldGeneration, kind: ArenaKind) -> None:
+        """Give the share to the keeper, or its documents. Raises why it does not have it then."""
+        documents, leaves, record = held.documents(), leaf_digests(b"", LEAF_BYTES), held.record
+        if kind == "copy":
+            leaves = checked(contents_of(held)).checksums or b""
+        sizes = sizes_of(held, documents, leaves)
         if self._connection is None:
             if (note := self._note()) is None:
                 raise ArenaError("the node that keeps the copies cannot be found in the run")
             self._connection = connected_to(note, _SILENT_S)
         connection = self._connection
         asked = PutShare(
-            identity=self._identity,
+            identity=replace(self._identity, kind=kind),
             cut=record.cut,
             digest=record.digest,
             plan=held.arena.layout.plan,
-            sizes=sizes_of(held, documents, leaves),
+            sizes=sizes if kind == "copy" else replace(sizes, data_bytes=0),
             shares=record.shares,
             divided=record.divided,
         )
@@ -153,13 +184,13 @@ class CopySender:
         _require(connection)
         connection.sendall(documents)
         connection.sendall(leaves)
-        send_data(connection, held, 0, held.data_bytes)
+        if kind == "copy":
+            send_data(connection, held, 0, held.data_bytes)
         _require(connection)
 
     def _failed(self, cut: CutId, error: Exception) -> None:
         """Report once why a share is unprotected, and try again later."""
         self._hang_up()
-        self._kept.pop().close()
         why = str(error) or type(error).__name__
         if why != self._wrong:
             self._log(f"step {cut.step} is unprotected, as its copy was not taken: {why}")

@@ -57,13 +57,13 @@ def _layout(put: PutShare, run: bytes) -> ArenaLayout:
     """Return the layout of the arena for a copy. Raises `ArenaError` if the sizes make no sense."""
     sizes = put.sizes
     layout = ArenaLayout(
-        identity=replace(put.identity, kind="copy"),
+        identity=put.identity,
         plan=put.plan,
         data_bytes=sizes.data_bytes,
         documents_bytes=max(_DOCUMENTS_BYTES, 2 * sizes.documents_bytes),
         generations=_SLOTS,
     )
-    if put.identity.run != run:
+    if put.identity.run != run or put.identity.kind == "own":
         raise ArenaError("this node keeps copies of another run")
     if sizes.documents_bytes > _MOST_DOCUMENTS_BYTES or sizes.checksums_bytes != DIGEST_BYTES * layout.num_leaves:
         raise ArenaError(
