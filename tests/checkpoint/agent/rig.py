@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.checksums import checked
 from lakeckpt.checkpoint.arena.contents import GenerationDocuments, TensorPlace, TensorTable, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.arena.layout import ArenaLayout
+from lakeckpt.checkpoint.arena.layout import ArenaKind, ArenaLayout
 from lakeckpt.checkpoint.arena.slices import SlicePlan, plan_slices
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.keep import Keep
@@ -46,10 +47,12 @@ def plan() -> SlicePlan:
     return plan_slices({one.key: one.size_bytes for one in (SPEC, OWN)}, slice_bytes=128)
 
 
-def make_arena(folder: str | Path, rank: int = 0, world_size: int = 1, *, generations: int = 3) -> Arena:
+def make_arena(
+    folder: str | Path, rank: int = 0, world_size: int = 1, *, generations: int = 3, kind: ArenaKind = "own"
+) -> Arena:
     slices = plan()
     layout = ArenaLayout(
-        identity=identity_of(DIGEST, rank=rank, world_size=world_size),
+        identity=replace(identity_of(DIGEST, rank=rank, world_size=world_size), kind=kind),
         plan=slices.digest,
         data_bytes=slices.data_bytes,
         documents_bytes=8192,
