@@ -46,6 +46,8 @@ __all__ = ["Place", "open_saves", "opened", "place_of", "replica_facts", "settle
 
 
 _LOG = logging.getLogger("lakeckpt")
+_WITH_COPIES, _COPIES = 6, 2
+"""How many generations an arena has if other nodes keep copies; and how many copies a node keeps of a share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +203,7 @@ def _open_agent(
         folder=place.arenas,
         step=step,
         gate=gate,
-        generations=_generations(exchange, place),
+        generations=_generations(exchange, place.copies is not None),
         counters=counters,
         ranks_here=len(exchange.neighbours),
     )
@@ -263,7 +265,7 @@ def settle(
     digest = digest_of_run(attempt.run, place.storage)
     identity = identity_of(digest, rank=exchange.rank, world_size=exchange.world_size)
     state_bytes = estimated_bytes(saves.engine.objects.values()) // (1 if division is None else division.count)
-    _say_memory(state_bytes, place, identity, exchange)
+    _say_memory(state_bytes, place.arenas, identity, exchange, copies=place.copies is not None)
     if place.copies is not None:
         counters.copies = True
         every_s, capture_every = place.copies
@@ -274,24 +276,28 @@ def settle(
             saves.agent.copy(keeping, counters.protected)
 
 
-def _say_memory(state_bytes: int, place: Place, identity: ArenaIdentity, exchange: Exchange) -> None:
+def _say_memory(
+    state_bytes: int, folder: ArenaFolder, identity: ArenaIdentity, exchange: Exchange, *, copies: bool = False
+) -> None:
     """Say on one rank of each node how much memory captures take there: a warning if it is not there. ``state_bytes``:
-    what a rank is expected to capture."""
-    folder = place.arenas
-    ranks, generations = exchange.neighbours, _generations(exchange, place)
+    what a rank is expected to capture. ``copies``: the node keeps two of as many ranks of another node."""
+    ranks, generations = exchange.neighbours, _generations(exchange, copies)
     if exchange.rank != ranks[0]:
         return
     every = (one.size_bytes for one in folder.found() if one.identity is not None and _is_like(one.identity, identity))
-    size_bytes = max(every, default=0) or generations * state_bytes
+    state_bytes = max(every, default=0) // generations or state_bytes
+    count = generations + (_COPIES if generations == _WITH_COPIES else 0)
+    size_bytes = count * state_bytes
     room_bytes = folder.room_bytes(identity.run)
     _LOG.log(
         logging.INFO if len(ranks) * size_bytes <= room_bytes else logging.WARNING,
-        "captures of %s take about %.2f GiB of this node's memory, %d generations of %.2f GiB for each rank; %.2f GiB "
-        "are there in %s",
+        "captures of %s take about %.2f GiB of this node's memory, %d generations of %.2f GiB for each rank%s; "
+        "%.2f GiB are there in %s",
         name_ranks(ranks_of(ranks)),
         len(ranks) * size_bytes / 2**30,
-        generations,
-        size_bytes / generations / 2**30,
+        count,
+        state_bytes / 2**30,
+        " with the copies for another node" if count > generations else "",
         room_bytes / 2**30,
         folder.path,
     )
@@ -301,10 +307,10 @@ def _is_like(one: ArenaIdentity, other: ArenaIdentity) -> bool:
     return (one.run, one.world, one.kind) == (other.run, other.world, other.kind)
 
 
-def _generations(exchange: Exchange, place: Place) -> int:
+def _generations(exchange: Exchange, copies: bool) -> int:
     """How many generations an arena has: the one being persisted, the newest, and the one being filled; with several
     ranks also that before the newest, which another rank may have to go back to; and with copies on other nodes the two
     that were copied last, since a lost node's share is of use only with the same cut of the others."""
     if exchange.world_size == 1:
         return 3
-    return 4 if place.copies is None or len(exchange.neighbours) == exchange.world_size else 6
+    return _WITH_COPIES if copies and len(exchange.neighbours) < exchange.world_size else 4

@@ -174,9 +174,13 @@ def _copy(
         log=log,
     )
 
+    is_tidy = begin.rank != keeping.here[0]
+
     def protected(cut: CutId) -> None:
+        nonlocal is_tidy
         report(Protected(step=cut.step, at_s=time.time()))
-        if begin.rank == keeping.here[0]:
+        if not is_tidy:
+            is_tidy = True
             remove_copies(folder, begin.digest, but=keeping.keeps)
 
     if trainer >= 0:

@@ -42,7 +42,7 @@ __all__ = ["CopySender", "start_copying"]
 _KEPT = 2
 _SPARED_CUTS = 8
 """The list of shares is there after so many cuts: `lakeckpt.checkpoint.peers.alike`."""
-_LOOK_S, _SILENT_S = 0.1, 60.0
+_LOOK_S, _LEAST_LOOK_S, _SILENT_S = 0.1, 0.005, 60.0
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 
 
@@ -70,6 +70,9 @@ class CopySender:
         self._first: tuple[int, float] | None = None  # the first step of the attempt that was seen, and when
         self._stride, self._last, self._took_s = 1, -1, 0.0
         self._last_documents = -1
+        self._alike: tuple[bytes, bool] = b"", False  # the list of shares, and whether it names a replica elsewhere
+        self.pause_s = _LOOK_S
+        """How soon `look` is to be called again, so that it sees each cut that falls due."""
         self._retry_s, self._next_s = _RETRY_S, float("-inf")
         self._wrong = ""
 
@@ -144,6 +147,7 @@ class CopySender:
         if steps[0].step < first + _SPARED_CUTS * unit and not any(one.shares for one in arena.complete()):
             return None
         step_s = (self._now() - since_s) / max(1, steps[0].step - first)
+        self.pause_s = min(_LOOK_S, max(unit * step_s, _LEAST_LOOK_S))
         due = [one for one in steps if one.step > self._last and one.step % (unit * self._stride) == 0]
         if due:
             self._stride = _stride(max(self._keeping.every_s, self._took_s), unit * step_s)
@@ -152,11 +156,13 @@ class CopySender:
 
     def _is_elsewhere(self, held: HeldGeneration) -> bool:
         """Return whether a rank of another node has captured the same."""
-        if not held.record.shares:
-            return False
-        found = ShareList.from_document(contents_of(held).documents.shares)
-        own = found.id_of(self._identity.rank)
-        return any(found.id_of(rank) == own for rank in range(found.world) if rank not in self._keeping.here)
+        listed = held.record.shares
+        if listed and listed != self._alike[0]:
+            found = ShareList.from_document(contents_of(held).documents.shares)
+            own, here = found.id_of(self._identity.rank), frozenset(self._keeping.here)
+            is_there = any(found.id_of(rank) == own for rank in range(found.world) if rank not in here)
+            self._alike = listed, is_there
+        return bool(listed) and self._alike[1]
 
     # --- the transfer
 
@@ -229,7 +235,7 @@ def _copy(sender: CopySender, trainer: int, report: Callable[[CutId], None], log
     ends = select.poll()
     ends.register(trainer, select.POLLIN)
     wrong = ""
-    while not ends.poll(1000 * _LOOK_S):
+    while not ends.poll(1000 * sender.pause_s):
         try:
             if (cut := sender.look()) is not None:
                 report(cut)
