@@ -85,7 +85,14 @@ def copied(storage: MemoryStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         note = NodeNote(node="", address=server.address, key=bytes(32))
         keeping = Keeping(keeper=1 - rank, here=(rank,), keeps=(1 - rank,), every_s=0.0, capture_every=1)
         sender = CopySender(
-            own, identity, 0, keeping, note=partial(lambda one: one, note), now=lambda: 0.0, log=pytest.fail
+            own,
+            identity,
+            0,
+            keeping,
+            note=partial(lambda one: one, note),
+            agree=lambda stride: 1,
+            now=lambda: 0.0,
+            log=pytest.fail,
         )
         assert sender.look() == CutId(attempt=0, step=STEPS)
         sender.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,9 +20,10 @@ from lakeckpt.checkpoint.arena.holdings import held_share, holdings_in, remove_c
 from lakeckpt.checkpoint.format.parts import RANDOM
 from lakeckpt.checkpoint.peers.copies import CopySender
 from lakeckpt.checkpoint.peers.grouping import Keeping, keeping_of, node_facts
-from lakeckpt.checkpoint.peers.next_node import NodeNote, connected_to
+from lakeckpt.checkpoint.peers.next_node import NodeNote, agreed_stride, connected_to
 from lakeckpt.checkpoint.peers.serve import ShareServer, sizes_of
 from lakeckpt.checkpoint.peers.wire import NoShare, PutShare, ShareTaken, receive, send
+from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.recovery.facts import CutId
 from lakeckpt.recovery.shares import ShareList
 from lakeckpt.tracking.tally import Tally
@@ -42,18 +44,21 @@ def stack() -> Iterator[ExitStack]:
 class Keeper:
     """A node with its server, to which ``sender`` gives the share of rank 1. ``now`` is the time in seconds."""
 
-    def __init__(self, tmp_path: Path, stack: ExitStack, keeping: Keeping = KEEPING) -> None:
+    def __init__(self, tmp_path: Path, stack: ExitStack, keeping: Keeping = KEEPING, stride: int = 1) -> None:
+        tmp_path.mkdir(exist_ok=True)
         self.folder, self.own = ArenaFolder(tmp_path / "keeper"), tmp_path / "own"
         self.server = self._serving(stack)
         self.arena = make_arena(self.own, 1, 4, generations=6)
         stack.callback(self.arena.close)
         self.now, self.logged = 0.0, list[str]()
+        self.stride: int | None = stride
         self.sender = CopySender(
             ArenaFolder(self.own),
             IDENTITY,
             0,
             keeping,
             note=lambda: NodeNote(node="keeper", address=self.server.address, key=KEY),
+            agree=lambda own: self.stride,
             now=lambda: self.now,
             log=self.logged.append,
         )
@@ -92,13 +97,44 @@ def test_the_newest_cuts_lie_on_the_keeper_as_they_were_captured(tmp_path: Path,
     assert keeper.folder.found()[0].name.endswith("1-of-4.copy.arena")
 
 
-def test_ranks_copy_the_cuts_of_a_stride_that_is_as_long_as_they_are_told(tmp_path: Path, stack: ExitStack) -> None:
-    keeper = Keeper(tmp_path, stack, replace(KEEPING, every_s=3.0))
-    assert keeper.train(*range(1, 24)) == [8, 12, 16, 20]
+def test_ranks_copy_the_cuts_of_the_stride_that_rank_0_has_published(tmp_path: Path, stack: ExitStack) -> None:
+    keeper = Keeper(tmp_path, stack)
+    keeper.stride = None
+    assert keeper.train(*range(1, 14)) == []
+    keeper.stride = 4
+    assert keeper.train(*range(14, 40)) == [16, 20, 24, 28, 32, 36]
+
+
+def test_rank_0_publishes_a_stride_that_is_as_long_as_it_is_told_and_as_two_transfers(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    assert agreed_stride(storage, 3, 1, 99) is None
+    assert agreed_stride(storage, 3, 0, 5) == 5
+    assert agreed_stride(storage, 3, 1, 99) == 5
+    assert agreed_stride(storage, 4, 1, 99) is None
+
+
+@pytest.mark.parametrize(("every_s", "took_s", "stride"), [(0.0, 0.0, 1), (2.5, 0.0, 3), (2.5, 2.0, 4)])
+def test_the_stride_of_rank_0_is_measured_in_its_first_transfers(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, every_s: float, took_s: float, stride: int
+) -> None:
+    keeper = Keeper(tmp_path, stack, replace(KEEPING, every_s=every_s))
+    sender, published = keeper.sender, list[int]()
+
+    def agree(own: int) -> int:
+        published.append(own)
+        return own
+
+    monkeypatch.setattr(sender, "_agree", agree)
+    monkeypatch.setattr(sender, "_identity", replace(IDENTITY, rank=0))
+    keeper.train(*range(1, 10))
+    monkeypatch.setattr(sender, "_took_s", took_s)
+    monkeypatch.setattr(sender, "_sent", 2)
+    found = keeper.train(*range(10, 30))
+    assert published == [stride] and all(step % stride == 0 for step in found) and len(found) >= 20 // stride - 1
 
 
 def test_the_cuts_that_were_copied_stay_in_the_arena_however_many_come_later(tmp_path: Path, stack: ExitStack) -> None:
-    keeper = Keeper(tmp_path, stack, replace(KEEPING, every_s=8.0))
+    keeper = Keeper(tmp_path, stack, stride=8)
     keeper.train(*range(1, 24))
     assert {16, 23, 22} <= {cut.step for cut in keeper.arena.cuts()}
     keeper.train(*range(24, 32))
@@ -254,6 +290,26 @@ def test_a_copy_is_served_in_the_place_of_the_share_of_a_node_that_is_lost(put: 
     (copy,) = [one for one in holdings_in(keeper.folder, DIGEST) if one.cut.step == 10]
     assert copy == own
     assert [one.kind for one in [keeper.folder.found()[0].identity] if one] == ["copy"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_loss_of_a_node_leaves_a_cut_of_which_all_shares_are_held_whenever_it_comes(
+    tmp_path: Path, stack: ExitStack, seed: int
+) -> None:
+    """Two ranks look at their arenas at moments of their own."""
+    chance, stride = random.Random(seed), 8
+    pair = [Keeper(tmp_path / name, stack, stride=stride) for name in "ab"]
+    for step in range(1, 120):
+        for one in pair:
+            fill(one.arena, step, common=step - 1)
+            one.now += chance.uniform(0.9, 1.1)
+        for one in chance.sample(pair, 2):
+            if chance.random() < 0.7:
+                one.sender.look()
+            one_kept, other_kept = (set(each.kept()) for each in pair)
+            own, other = ({cut.step for cut in each.arena.cuts()} for each in pair)
+            if step > 40:
+                assert min(max(own & other_kept), max(other & one_kept)) > step - 3 * stride
 
 
 # --- who keeps what

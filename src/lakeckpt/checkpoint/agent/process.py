@@ -48,7 +48,7 @@ from lakeckpt.checkpoint.faults.mates import watch_mates
 from lakeckpt.checkpoint.faults.notes import page_path
 from lakeckpt.checkpoint.peers.copies import CopySender, start_copying
 from lakeckpt.checkpoint.peers.grouping import Keeping
-from lakeckpt.checkpoint.peers.next_node import node_note
+from lakeckpt.checkpoint.peers.next_node import agreed_stride, node_note
 from lakeckpt.checkpoint.persist.log import LOG
 from lakeckpt.errors import ArenaError, LakeckptError
 from lakeckpt.lake.storage.base import Storage, expect_folder, redact_uri
@@ -170,6 +170,7 @@ def _copy(
         attempt,
         keeping,
         note=partial(node_note, storage, attempt, keeping.keeper),
+        agree=partial(agreed_stride, storage, attempt, begin.rank),
         now=time.monotonic,
         log=log,
     )

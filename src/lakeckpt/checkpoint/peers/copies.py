@@ -2,19 +2,19 @@
 
 `CopySender.look` takes the newest complete cut that falls due, and gives its share to the keeper's server
 (`lakeckpt.checkpoint.peers.slots`). Any rank's copies are of use only together with the same cut of all other ranks. So
-the ranks choose alike without a message: the steps that count are multiples of a stride, a power of two which is as
-long as ``every_s``, and as the last transfer. The ranks of a job take their steps together, and come to the same
-stride, or to one that divides it. Ranks also keep the share of the last two cuts that were copied in their own arena:
-captures cannot begin these generations anew.
+the steps that count are multiples of one stride: so many captures that ``every_s`` goes by, and twice as long as a
+transfer takes. Rank 0 measures it in its first transfers, and publishes it for the attempt. Ranks also keep the share
+of the last two cuts that were copied in their own arena: captures cannot begin these generations anew.
 
 A share that a rank of another node captures, too, needs no copy: the list of shares says so. Of each such cut only the
-documents are sent, some kilobytes, for the random states in them are the rank's own. Until the list can be
-there, a few cuts after the attempt began, nothing is copied. If the keeper takes no copy, the share is unprotected, and
-is tried again ever later. `start_copying` starts a daemon thread, which ends with the trainer. Imports without torch.
+documents are sent, some kilobytes, for the random states in them are the rank's own. Until the list can be there, a few
+cuts after the attempt began, nothing is copied. If the keeper takes no copy, the share is unprotected, and is tried
+again ever later. `start_copying` starts a daemon thread, which ends with the trainer. Imports without torch.
 """
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import threading
@@ -39,16 +39,17 @@ from lakeckpt.recovery.shares import ShareList
 
 __all__ = ["CopySender", "start_copying"]
 
-_KEPT = 2
+_KEPT, _MEASURED = 2, 2
 _SPARED_CUTS = 8
 """The list of shares is there after so many cuts: `lakeckpt.checkpoint.peers.alike`."""
 _LOOK_S, _LEAST_LOOK_S, _SILENT_S = 0.1, 0.005, 60.0
-_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
+_RETRY_S, _ASK_S, _LONGEST_RETRY_S = 1.0, 0.5, 60.0
 
 
 class CopySender:
     """Copies the cuts of ``attempt`` in the arena of ``identity`` as ``keeping`` says. ``note`` returns where the agent
-    of the keeper is asked, None if that is not known; ``now`` the time in seconds."""
+    of the keeper is asked, None if that is not known; ``now`` the time in seconds. ``agree`` publishes the stride that
+    rank 0 gives, and returns what rank 0 has published; None if that is not known."""
 
     def __init__(
         self,
@@ -58,17 +59,20 @@ class CopySender:
         keeping: Keeping,
         *,
         note: Callable[[], NodeNote | None],
+        agree: Callable[[int], int | None],
         now: Callable[[], float],
         log: Callable[[str], None],
     ) -> None:
         self._folder, self._identity, self._attempt, self._keeping = folder, identity, attempt, keeping
-        self._note, self._now, self._log = note, now, log
+        self._note, self._agree, self._now, self._log = note, agree, now, log
         self._name = folder.name_of(identity)
         self._arena: Arena | None = None
         self._kept: deque[ExitStack] = deque()  # the locks of the cuts that were copied last
         self._connection: socket.socket | None = None
         self._first: tuple[int, float] | None = None  # the first step of the attempt that was seen, and when
-        self._stride, self._last, self._took_s = 1, -1, 0.0
+        self._stride: int | None = None
+        self._sent, self._last, self._took_s, self._cut_s = 0, -1, 0.0, 0.0
+        self._ask_s, self._next_ask_s = _ASK_S, float("-inf")
         self._last_documents = -1
         self._alike: tuple[bytes, bool] = b"", False  # the list of shares, and whether it names a replica elsewhere
         self.pause_s = _LOOK_S
@@ -101,6 +105,7 @@ class CopySender:
         while len(self._kept) >= _KEPT:
             self._kept.popleft().close()
         self._kept.append(stack)
+        self._sent += 1
         if self._is_elsewhere(held):
             self._last = cut.step
             return None
@@ -120,7 +125,8 @@ class CopySender:
         if kind == "documents":
             self._last_documents = cut.step
         else:
-            self._last, self._took_s = cut.step, self._now() - begun_s
+            took_s = self._now() - begun_s  # the first transfer makes the arena of the keeper, too
+            self._last, self._took_s = cut.step, min(took_s, self._took_s or took_s)
         self._retry_s, self._wrong = _RETRY_S, ""
         return True
 
@@ -146,13 +152,22 @@ class CopySender:
         unit = self._keeping.capture_every
         if steps[0].step < first + _SPARED_CUTS * unit and not any(one.shares for one in arena.complete()):
             return None
-        step_s = (self._now() - since_s) / max(1, steps[0].step - first)
-        self.pause_s = min(_LOOK_S, max(unit * step_s, _LEAST_LOOK_S))
-        due = [one for one in steps if one.step > self._last and one.step % (unit * self._stride) == 0]
-        if due:
-            self._stride = _stride(max(self._keeping.every_s, self._took_s), unit * step_s)
-        due = [one for one in due if one.step % (unit * self._stride) == 0]
+        self._cut_s = unit * (self._now() - since_s) / max(1, steps[0].step - first)
+        self.pause_s = min(_LOOK_S, max(self._cut_s, _LEAST_LOOK_S))
+        if (stride := self._agreed()) is None:
+            return None
+        due = [one for one in steps if one.step > self._last and one.step % (unit * stride) == 0]
         return max(due, key=lambda one: one.step, default=None)
+
+    def _agreed(self) -> int | None:
+        """Return the stride of all ranks; None if it is not known. Rank 0's first transfers come before it is."""
+        if self._identity.rank == 0 and self._sent < _MEASURED:
+            return 1
+        if self._stride is None and self._now() >= self._next_ask_s:
+            self._stride = self._agree(_stride(max(self._keeping.every_s, 2 * self._took_s), self._cut_s))
+            self._next_ask_s = self._now() + self._ask_s
+            self._ask_s = min(2 * self._ask_s, _LONGEST_RETRY_S)
+        return self._stride
 
     def _is_elsewhere(self, held: HeldGeneration) -> bool:
         """Return whether a rank of another node has captured the same."""
@@ -247,13 +262,12 @@ def _copy(sender: CopySender, trainer: int, report: Callable[[CutId], None], log
 
 
 def _stride(least_s: float, cut_s: float) -> int:
-    """Return how many cuts, a power of two, take at least ``least_s``, if each takes ``cut_s``.
+    """Return how many cuts take at least ``least_s``, if each takes ``cut_s``.
 
     >>> _stride(10.0, 0.7), _stride(0.0, 0.7), _stride(10.0, 30.0)
-    (16, 1, 1)
+    (15, 1, 1)
     """
-    cuts = min(least_s / cut_s, 2.0**20) if cut_s > 0 else 1
-    return 1 << max(0, int(-(-cuts // 1)) - 1).bit_length()
+    return max(1, math.ceil(least_s / cut_s)) if cut_s > 0 else 1
 
 
 def _require(connection: socket.socket) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "Contact",
     "NextNode",
     "NodeNote",
+    "agreed_stride",
     "connected_to",
     "node_note",
     "put_node_note",
@@ -41,7 +42,7 @@ GONE_S, SILENT_S = 5.0, 30.0
 _USER_TIMEOUT_MS = 5000
 _CONNECT_S, _ANSWER_S = 1.0, 1.0
 _NODES = "nodes"
-_KIND, _VERSION = "node", (1, 0)
+_KIND, _STRIDE_KIND, _VERSION = "node", "stride", (1, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,19 @@ def node_note(storage: Storage, attempt: int, rank: int) -> NodeNote | None:
         plain = loads(storage.read(_path(attempt, rank)), kind=_KIND, supported=_VERSION)
         found: NodeNote = from_plain(NodeNote, plain, "the note of a node")
         return found
+    return None
+
+
+def agreed_stride(storage: Storage, attempt: int, rank: int, stride: int) -> int | None:
+    """Let rank 0 publish the ``stride`` of an attempt's copies (`lakeckpt.checkpoint.peers.copies`). Return what it has
+    published; None if it has not, or the run cannot be reached."""
+    path = f"{_NODES}/{attempt:010d}.stride"
+    with contextlib.suppress(StorageError, WireError):
+        if rank == 0:
+            storage.put(path, [dumps(stride, kind=_STRIDE_KIND, version=_VERSION)])
+            return stride
+        found: int = from_plain(int, loads(storage.read(path), kind=_STRIDE_KIND, supported=_VERSION), "a stride")
+        return max(1, found)
     return None
 
 
