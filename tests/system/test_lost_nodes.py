@@ -105,7 +105,7 @@ def test_of_four_nodes_one_is_restored_from_its_copies_and_two_of_a_pair_from_st
     with several_nodes(4) as nodes:
         for number, node in enumerate(nodes):
             start(node, nodes, job, count="4", own=own(job, f"memory-{number}"))
-        job.wait_for_steps(18)
+        job.wait_for_steps(20)
         for number in lost:
             nodes[number].kill()
             shutil.rmtree(job.folder / f"memory-{number}")
