@@ -112,6 +112,12 @@ class RunCounters(Counters):
     captured_s: float = 0.0
     """The time of the newest complete capture, in seconds since 1970; before the first, the time at which the attempt
     began."""
+    copies: bool = False
+    """Nodes keep copies of each other's shares."""
+    protected_step: int = -1
+    """The step of the newest cut whose share lies on another node, too; -1: there is none."""
+    protected_s: float = 0.0
+    """The time since which it does, in seconds since 1970; before the first, the time at which the attempt began."""
     faults: Mapping[str, int] = field(default_factory=dict)
     """Cause → how many faults ended the attempts before this one, since the last restore; on rank 0."""
     capture_s: float = 0.0
@@ -127,7 +133,12 @@ class RunCounters(Counters):
     def begin(self, step: int, committed_step: int, restored: Any) -> None:
         """Note where an attempt begins; ``restored`` is the commit that it restored (``created_s``), None: now."""
         self.step, self.committed_step, self.captured_s = step, committed_step, time()
+        self.protected_step, self.protected_s = -1, time()
         self.committed_s = time() if restored is None else restored.created_s
+
+    def protected(self, step: int, at_s: float) -> None:
+        """Note that the share of the cut of ``step`` lies on another node, too."""
+        self.protected_step, self.protected_s = step, at_s
 
     def committed(self, step: int, created_s: float, took_s: float) -> None:
         """Count a commit of the cut of ``step``."""

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.ledger.verify import verify
+from lakeckpt.checkpoint.peers import copies
+from lakeckpt.checkpoint.peers.copies import CopySender
+from lakeckpt.checkpoint.peers.grouping import Keeping
+from lakeckpt.checkpoint.peers.next_node import NodeNote
+from lakeckpt.checkpoint.peers.serve import ShareServer
 from lakeckpt.errors import DamageWarning
+from lakeckpt.recovery.facts import CutId
 from tests.checkpoint.rig import MemoryStorage
 from tests.checkpoint.test_other_nodes import ROWS, Came, job
 from tests.checkpoint.test_remembered import flip, rows_recorded
@@ -64,6 +72,73 @@ def test_what_a_lost_rank_had_of_its_own_is_no_replica_and_the_report_says_so(tm
         assert one.report.passed_over[0].startswith(
             f"step {STEPS} of attempt 0: no node holds what rank 1 captured, and no replica of it is known"
         )
+
+
+def copied(storage: MemoryStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each of the nodes a and b keep a copy of the newest share of the other one's rank."""
+    monkeypatch.setattr(copies, "_SPARED_CUTS", 0)
+    folders = [ArenaFolder(tmp_path / name) for name in "ab"]
+    for rank, (own, keeper) in enumerate([folders, folders[::-1]]):
+        (identity,) = [one.identity for one in own.found() if one.identity and one.identity.kind == "own"]
+        server = ShareServer(keeper, "127.0.0.1")
+        server.admit(bytes(32), identity.run)
+        note = NodeNote(node="", address=server.address, key=bytes(32))
+        keeping = Keeping(keeper=1 - rank, here=(rank,), keeps=(1 - rank,), every_s=0.0, capture_every=1)
+        sender = CopySender(
+            own,
+            identity,
+            0,
+            keeping,
+            note=partial(lambda one: one, note),
+            agree=lambda stride: 1,
+            now=lambda: 0.0,
+            log=pytest.fail,
+        )
+        assert sender.look() == CutId(attempt=0, step=STEPS)
+        sender.close()
+        server.close()
+
+
+@pytest.mark.parametrize("after", [("a", "c"), ("c", "a"), ("a",), ("a", "c", "d")])
+def test_what_only_a_lost_node_held_is_read_from_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: tuple[str, ...]
+) -> None:
+    storage, options = Watched(), {"own": True, "in_step": True}
+    before = job(storage, [tmp_path / "a", tmp_path / "b"], steps=STEPS, seed=0, saves_at=2, **options)
+    copied(storage, tmp_path, monkeypatch)
+    found = job(storage, [tmp_path / name for name in after], steps=1, seed=9, **options)
+    assert [one.step for one in found] == [STEPS] * len(after) and storage.reads == []
+    assert [one.restored for one in found] == [before[rank % 2].reached for rank in range(len(after))]
+    assert all(one.report is not None and one.report.checked for one in found)
+    assert [one.report is not None and one.report.derived_random for one in found[:2]] == [False] * len(found[:2])
+
+
+@pytest.mark.parametrize("after", [("a", "c"), ("c", "a")])
+def test_the_random_states_of_a_lost_rank_are_read_from_the_node_that_keeps_its_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: tuple[str, ...]
+) -> None:
+    storage = Watched()
+    job(storage, [tmp_path / "a", tmp_path / "b"], steps=STEPS, seed=0, saves_at=2, in_step=True)
+    copied(storage, tmp_path, monkeypatch)
+    found = job(storage, [tmp_path / name for name in after], steps=1, seed=9, in_step=True)
+    assert [one.step for one in found] == [STEPS] * 2 and storage.reads == []
+    assert [one.report is not None and one.report.derived_random for one in found] == [False, False]
+
+
+def test_a_share_that_is_damaged_on_its_own_node_is_read_from_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, nodes, options = Watched(), [tmp_path / "a", tmp_path / "b"], {"own": True, "in_step": True}
+    before = job(storage, nodes, steps=STEPS, seed=0, saves_at=2, **options)
+    copied(storage, tmp_path, monkeypatch)
+    kept = [one.name for one in ArenaFolder(tmp_path / "a").found() if one.identity and one.identity.kind == "copy"]
+    aside = (tmp_path / "a" / kept[0]).rename(tmp_path / "aside")
+    damaged(tmp_path / "a")
+    aside.rename(tmp_path / "a" / kept[0])
+    found = job(storage, nodes, steps=1, seed=9, **options)
+    assert [one.step for one in found] == [STEPS] * 2 and storage.reads == []
+    assert [one.restored for one in found] == [one.reached for one in before]
+    assert [sorted(one.report.read) for one in found if one.report] == [["other nodes"], ["own"]]
 
 
 def damaged(folder: Path) -> None:

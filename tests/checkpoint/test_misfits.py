@@ -56,7 +56,12 @@ def test_an_optimizer_that_divides_its_state_over_ranks_by_itself_is_refused_at_
         ({"bubbles": 3}, "bubbles is a lakeckpt.bubbles.Bubbles, .*, got 3"),
         ({"arenas": 3, "capture_every": 1}, "arenas is the path of a folder, .*, got 3"),
         ({"arenas": 3}, "arenas is the path of a folder"),
-        ({"peers": "copy"}, "peers is None .* or False .*, got 'copy': copies .* are not made yet"),
+        ({"peers": "copies"}, "peers is None .*, \"copy\" .* or False .*, got 'copies'"),
+        ({"peers": True}, "peers is None .* or False .*, got True"),
+        ({"peers": "copy"}, 'peers="copy" needs capture_every='),
+        ({"peers": "3+1", "capture_every": 1}, 'peers="3\\+1" is not made yet: .* Give peers="copy"'),
+        ({"peers_every_s": -1}, "peers_every_s is a number of seconds from 0 on, got -1"),
+        ({"peers_every_s": "5"}, "peers_every_s is a number of seconds from 0 on, got '5'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_each_by_its_name(options: dict[str, Any], message: str) -> None:

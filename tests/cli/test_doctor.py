@@ -94,6 +94,22 @@ def test_arenas_that_an_agent_keeps_stay(arenas: Path, left: str, agent: int, as
     assert status == 0 and str(agent) in told and "kept by its agent" in told
 
 
+def test_copies_of_other_nodes_are_shown_and_stay_while_an_agent_of_their_run_lives(
+    arenas: Path, left: str, agent: int, ask: Ask, show: Show
+) -> None:
+    with make_arena(arenas, 3, 4, generations=2, kind="copy") as copy:
+        fill(copy, 4)
+    status, plain = ask("doctor", "--arenas", arenas, "--reclaim")
+    assert [(one["rank"], one["kind"], one["use"]) for one in plain["arenas"]] == [
+        (0, "own", "kept by its agent"),
+        (3, "copy", "kept by its agent"),
+    ]
+    assert status == 0 and reclaimed(plain) == []
+    assert "a copy of 3 of 4" in show("doctor", "--arenas", arenas)[1]
+    Path(log_path(str(arenas), DIGEST.hex(), 0)).unlink()
+    assert [one["use"] for one in ask("doctor", "--arenas", arenas)[1]["arenas"]] == ["left", "left"]
+
+
 def test_what_came_into_use_after_it_was_looked_at_stays(arenas: Path, left: str) -> None:
     folder = ArenaFolder(arenas)
     looked_at = kept_in(folder)

@@ -294,3 +294,15 @@ def test_a_cut_that_all_ranks_hold_themselves_is_never_passed_over(job: tuple[li
     found = decide(full, world_size=world_size, takes=lambda cut: True)
     assert found.cut is not None and found.cut.age >= best.age
     assert best not in dict(found.passed_over)
+
+
+def test_a_rank_that_holds_its_share_knows_where_a_copy_of_it_lies() -> None:
+    """Its own one may be damaged. Its own node is not asked by the network."""
+    a = replace(node("a", (0, 1), held(7, 0, 1, 2)), address="a:1")
+    b = replace(node("b", (2, 3), held(7, 2, 3, 0)), address="b:1")
+    found = decided(a, b)
+    assert [one.address for one in found.reads(0, 4, {0, 1, 2})[0]] == ["", "b:1"]
+    assert [one.address for one in found.reads(2, 4, {2, 3, 0})[2]] == ["", "a:1"]
+    assert [one.address for one in found.reads(1, 4, {0, 1, 2})[1]] == [""]
+    lost = decided(a, node("c", (2, 3)), world_size=4)
+    assert reason(lost) == "no node holds what rank 3 captured, and no replica of it is known"

@@ -3,8 +3,8 @@
 The table lies in ``table`` of the working directory, and the run in ``run``. A step takes at least 0.3 s until the file
 ``hurry`` is there, so that a test meets the job in the middle. Notes have the number that the run gave an attempt.
 ``MANAGER`` in the environment has arguments of the manager, as JSON; ``HSDP`` divides the model over the ranks of each
-of two nodes. What each rank restored is noted in ``restored.jsonl``, and each step after its update in
-``finished.jsonl``.
+of two nodes, and ``FSDP`` over all ranks. What each rank restored is noted in ``restored.jsonl``, and each step after
+its update in ``finished.jsonl``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def main() -> None:
     model: torch.nn.Module = torch.nn.Linear(1, 4)
     if "HSDP" in os.environ:  # replicas on two nodes, each divided over the ranks of its node
         fully_shard(model, mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s")))
+    elif "FSDP" in os.environ:
+        fully_shard(model)
     else:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

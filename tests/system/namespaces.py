@@ -1,4 +1,4 @@
-"""This module makes nodes of this machine: network namespaces that a virtual cable connects, with an address each.
+"""This module makes nodes of this machine: network namespaces that virtual cables connect, with an address each.
 
 Only processes that a `Node` started are killed: those of its namespace. Root and Debian's iproute2 are needed.
 """
@@ -80,6 +80,32 @@ def two_nodes() -> Iterator[tuple[Node, Node]]:
         for node in nodes:
             node.kill()
             _ip("netns", "delete", node.name)
+
+
+@contextmanager
+def several_nodes(count: int) -> Iterator[tuple[Node, ...]]:
+    """Make so many nodes, which a switch of its own namespace connects, and remove them with all that runs there."""
+    nodes = tuple(Node(f"lakeckpt-{os.getpid()}-{number}", f"10.254.0.{number}") for number in range(1, count + 1))
+    hub = f"lakeckpt-{os.getpid()}-hub"
+    names = [hub, *(node.name for node in nodes)]
+    for name in names:
+        _ip("netns", "add", name)
+    try:
+        _ip("-n", hub, "link", "add", "switch", "type", "bridge")
+        _ip("-n", hub, "link", "set", "switch", "up")
+        for number, node in enumerate(nodes):
+            port = f"port{number}"
+            _ip("link", "add", "cable", "netns", node.name, "type", "veth", "peer", "name", port, "netns", hub)
+            _ip("-n", hub, "link", "set", port, "master", "switch", "up")
+            _ip("-n", node.name, "address", "add", f"{node.address}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                _ip("-n", node.name, "link", "set", device, "up")
+        yield nodes
+    finally:
+        for node in nodes:
+            node.kill()
+        for name in names:
+            _ip("netns", "delete", name)
 
 
 def _ip(*arguments: str) -> str:

@@ -18,7 +18,7 @@ from lakeckpt.checkpoint.faults.records import faults_of
 from lakeckpt.checkpoint.persist.history import History, read_history
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.system.cluster_job import ClusterJob, wait
-from tests.system.namespaces import Node, two_nodes
+from tests.system.namespaces import Node, several_nodes, two_nodes
 from tests.system.test_several_nodes import start
 
 
@@ -30,7 +30,10 @@ def nodes() -> Iterator[tuple[Node, Node]]:
 
 def own(job: ClusterJob, memory: str) -> dict[str, str]:
     """The environment of a node whose memory is the folder of this name."""
-    return {"MANAGER": json.dumps({"capture_every": 1, "persist_every": 5, "arenas": str(job.folder / memory)})}
+    given: dict[str, object] = {"capture_every": 1, "persist_every": 5, "arenas": str(job.folder / memory)}
+    if "FSDP" in job.environment:
+        given |= {"peers": "copy", "peers_every_s": 0.0, "persist_every": 1000}
+    return {"MANAGER": json.dumps(given)}
 
 
 CASES = [
@@ -39,6 +42,9 @@ CASES = [
     "the other goes on alone",
     "HSDP, a fresh node comes",
     "HSDP, a fresh node comes and ranks swap",
+    "FSDP with copies, a fresh node comes",
+    "FSDP with copies, a fresh node comes and ranks swap",
+    "FSDP with copies, the other goes on alone",
 ]
 
 
@@ -50,11 +56,13 @@ def test_a_lost_node_costs_at_most_one_step_and_nothing_is_read_from_storage(
     ranks = 1
     if "HSDP" in case:
         job.environment["HSDP"], ranks = "1", 2
+    if "FSDP" in case:
+        job.environment["FSDP"] = "1"
     host = int(is_swapped)  # it stays; of two nodes, the one with the lower address has rank 0
     lost = nodes[1 - host]
     for number, node in enumerate(nodes):
         start(node, nodes, job, count=count, host=host, ranks=ranks, own=own(job, f"memory-{number}"))
-    job.wait_for_steps(13)
+    job.wait_for_steps(28 if "FSDP" in case else 13)
     lost.kill()
     shutil.rmtree(job.folder / f"memory-{1 - host}")
     job.hurry()
@@ -85,6 +93,34 @@ def test_a_node_that_is_cut_off_is_perceived_by_the_agent_of_another_node_which_
     print(f"\n{fault.first.name} noted by rank {fault.first.rank}, {fault.first.at_s - at_s:.1f} s after the cut")
     assert fault.first.cause == "lost node" and "could not be reached" in fault.first.text
     job.check_every_row_counted_once(attempts=2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("lost", [(3,), (1, 3)])
+def test_of_four_nodes_one_is_restored_from_its_copies_and_two_of_a_pair_from_storage(
+    tmp_path: Path, lost: tuple[int, ...]
+) -> None:
+    job = ClusterJob(tmp_path / "job")
+    job.environment["FSDP"] = "1"
+    with several_nodes(4) as nodes:
+        for number, node in enumerate(nodes):
+            start(node, nodes, job, count="4", own=own(job, f"memory-{number}"))
+        job.wait_for_steps(20)
+        for number in lost:
+            nodes[number].kill()
+            shutil.rmtree(job.folder / f"memory-{number}")
+        job.hurry()
+        for number in lost:
+            start(nodes[number], nodes, job, count="4", own=own(job, f"fresh-{number}"))
+        wait(lambda: all(node.statuses()[-1] is not None for node in nodes), job.text)
+        assert [node.statuses()[-1] for node in nodes] == [0] * 4, job.text()
+    job.check_every_row_counted_once(attempts=2)
+    if len(lost) == 1:
+        report("one of four nodes", job)
+        return
+    after = [one for one in map(json.loads, (job.folder / "restored.jsonl").read_text().splitlines()) if one["attempt"]]
+    assert [one["captured"] for one in after] == [None] * 4
+    assert all("no node holds what rank" in one["passed_over"][0] for one in after if one["rank"] == 0), after
 
 
 def run_of(job: ClusterJob) -> tuple[LocalStorage, History]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ def nodes() -> Iterator[tuple[Node, Node]]:
 
 def start(
     node: Node,
-    nodes: tuple[Node, Node],
+    nodes: Sequence[Node],
     job: ClusterJob,
     *,
     count: str,

@@ -20,6 +20,7 @@ __all__ = [
     "checked_backups",
     "checked_crash_loop",
     "checked_names",
+    "checked_peers",
     "checked_state",
     "checked_steps",
     "shared_settings",
@@ -126,12 +127,7 @@ def shared_settings(**settings: object) -> dict[str, str]:
 
 
 def check_capturing(
-    capture_every: object,
-    arenas: object,
-    bubbles: object,
-    peers: object = None,
-    perceive: object = True,
-    watch: object = None,
+    capture_every: object, arenas: object, bubbles: object, perceive: object = True, watch: object = None
 ) -> None:
     """Raise `ConfigError` for the first argument that is not valid."""
     if capture_every is not None and (type(capture_every) is not int or capture_every < 1):
@@ -148,8 +144,25 @@ def check_capturing(
         raise ConfigError(
             "watch='restart' needs capture_every: agents watch the ranks, and a restart restores captures"
         )
-    if peers is not None and peers is not False:
+
+
+def checked_peers(peers: object, peers_every_s: object, capture_every: object) -> tuple[float, int] | None:
+    """Return every how many seconds nodes copy shares, and ``capture_every``; None if they keep none. `ConfigError` for
+    the first argument that is not valid."""
+    if isinstance(peers_every_s, bool) or not isinstance(peers_every_s, (int, float)) or not 0 <= peers_every_s < 1e9:
+        raise ConfigError(f"peers_every_s is a number of seconds from 0 on, got {peers_every_s!r}")
+    if peers is None or peers is False:
+        return None
+    if peers == "3+1":
+        raise ConfigError('peers="3+1" is not made yet: parity of shares. Give peers="copy", which keeps whole copies')
+    if peers != "copy":
         raise ConfigError(
-            f"peers is None (nodes read from each other's memory what they lack) or False (they open no socket), got "
-            f"{peers!r}: copies of what other nodes have captured are not made yet"
+            f'peers is None (nodes read from each other\'s memory what they lack), "copy" (they also keep copies of '
+            f"each other's shares) or False (they open no socket), got {peers!r}"
         )
+    if not isinstance(capture_every, int):
+        raise ConfigError(
+            'peers="copy" needs capture_every=: agents copy what was captured. Without captures nothing is in memory '
+            "that a lost node could take with it"
+        )
+    return float(peers_every_s), capture_every

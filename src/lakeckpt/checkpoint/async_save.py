@@ -110,6 +110,11 @@ class Background:
         self._finder = ShareFinder(exchange, rank=exchange.rank, world_size=exchange.world_size, now=waiter.now)
 
     @property
+    def agent(self) -> AgentLink:
+        """What persists them, and copies them to other nodes."""
+        return self._agent
+
+    @property
     def engine(self) -> CaptureEngine:
         """What captures the cuts."""
         return self._engine

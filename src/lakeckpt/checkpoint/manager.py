@@ -22,6 +22,7 @@ from lakeckpt.checkpoint.arguments import (
     checked_backups,
     checked_crash_loop,
     checked_names,
+    checked_peers,
     checked_state,
     checked_steps,
     shared_settings,
@@ -76,7 +77,9 @@ class CheckpointManager(Closing):
             None: saves are synchronous.
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
         peers: None: while a job of several nodes restores, its nodes read from each other's memory what they lack
-            (docs/how-to/several-nodes.md); later agents ask other nodes whether they are there. False: no sockets.
+            (docs/how-to/several-nodes.md); later agents ask other nodes whether they are there. ``"copy"``: agents also
+            copy what only one node holds to another one (docs/how-to/recovery.md). False: no sockets.
+        peers_every_s: with ``peers="copy"``, shares are copied about every so many seconds.
         perceive: with ``capture_every``, a rank that is stuck after another rank of its node has died, or another
             node was lost, is killed, so that the launcher acts (docs/how-to/faults.md). False: it is left alone.
         watch: with ``capture_every`` and several ranks, what agents do if all ranks stand still (docs/how-to/hangs.md):
@@ -122,7 +125,8 @@ class CheckpointManager(Closing):
         persist_every: int | timedelta | None = None,
         capture_every: int | None = None,
         arenas: str | PathLike[str] | None = None,
-        peers: Literal[False] | None = None,
+        peers: Literal["copy", False] | None = None,
+        peers_every_s: float = 10.0,
         perceive: bool = True,
         watch: Literal["report", "restart"] | None = "report",
         bubbles: Bubbles | None = None,
@@ -145,7 +149,8 @@ class CheckpointManager(Closing):
     ) -> None:
         self._objects = checked_state(state)
         fail_after_s = check_settings(fail_after, timeout_s)
-        check_capturing(capture_every, arenas, bubbles, peers, perceive, watch)
+        check_capturing(capture_every, arenas, bubbles, perceive, watch)
+        copied = checked_peers(peers, peers_every_s, capture_every)
         every = interval_of(persist_every)
         self._storage = opened(uri, storage_options)
         self._exchange, self._waiter = self._talk(
@@ -154,8 +159,8 @@ class CheckpointManager(Closing):
         check_topology(self._exchange, rank, world_size)
         self._capture_every, captures = capture_every, capture_every is not None
         copies = checked_backups(backups, capture_every)
-        given = (self._storage, uri, storage_options or {}, arenas, copies, perceive, peers is None, watch)
-        self._place = place_of(*given) if captures else None
+        given = (self._storage, uri, storage_options or {}, arenas, copies, perceive, peers is not False)
+        self._place = place_of(*given, copied, watch) if captures else None
         self._presence = Presence(self._storage, self._exchange, arenas, self._waiter, timeout_s, exclusive)
         most = checked_crash_loop(on_crash_loop, max_excluded)
         self._aftermath = Aftermath(self._storage, self._exchange, arenas, captures, most, watch_faults, watch)
@@ -169,13 +174,13 @@ class CheckpointManager(Closing):
         self._preemption = Preemption(
             save_on, self._exchange, lambda: reporter.saved_step, grace_s=grace_s, requeue=requeue
         )
-        self._serves = peers is None
+        self._serves = peers is not False
         shared = {
             "keep": self._settings.keep,
             "fail_after": fail_after_s,
             "exclusive": exclusive,
             "max_excluded": most,
-            "peers": peers,
+            "peers": (peers, peers_every_s),
         }
         self._shared = shared_settings(
             persist_every=str(every), capture_every=capture_every, save_on=self._preemption.names, **shared
@@ -270,7 +275,7 @@ class CheckpointManager(Closing):
         # If one rank cannot begin, none does: the others would wait for it at the first save.
         tally = Together(self._exchange).do(lambda: self._begin(done, attempt))
         note_sharing(tally, self._tracks)
-        settle(self._saves, tally, self._place, attempt, self._exchange)
+        settle(self._saves, tally, self._place, attempt, self._exchange, self._counters)
         self._preemption.start(done, has_agent=self._place is not None)
         note_begun(done)
         return done
@@ -299,9 +304,8 @@ class CheckpointManager(Closing):
         self._uncount = RUNS.follow(self, self._counters)
         self._aftermath.trains(done, self._tracks)
         self._counters.faults = self._aftermath.causes
-        return replica_facts(self._saves, self._exchange) | sharing_facts(
-            objects, self._tracks, self._exchange.world_size
-        )
+        own = replica_facts(self._saves, self._exchange, self._place)
+        return own | sharing_facts(objects, self._tracks, self._exchange.world_size)
 
     def step(self, batch: Any = None, *, metric: float | None = None) -> None:
         """Count an optimizer step, and save if the policy says so. Call it on every rank after each optimizer step,

@@ -28,6 +28,7 @@ from lakeckpt.checkpoint.capture.fence import owners
 from lakeckpt.checkpoint.capture.state_watch import estimated_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
 from lakeckpt.checkpoint.copying.backups import Backup
+from lakeckpt.checkpoint.peers.grouping import keeping_of, node_facts
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.sync_save import Saver
@@ -45,14 +46,17 @@ __all__ = ["Place", "open_saves", "opened", "place_of", "replica_facts", "settle
 
 
 _LOG = logging.getLogger("lakeckpt")
+_WITH_COPIES, _COPIES = 6, 2
+"""How many generations an arena has if other nodes keep copies; and how many copies a node keeps of a share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a run lies: ``storage``, and how another process opens it; where its captures lie, ``arenas``; and which
     ``backups`` are made of it. ``perceives``: agents end trainers that are stuck after a death; and after the loss of a
-    node, if ``serves``: agents of several nodes may talk to each other. ``watch``: what agents do about ranks that
-    stand still."""
+    node, if ``serves``: agents of several nodes may talk to each other. ``copies``: every how many seconds they
+    copy shares, and every how many steps a cut is captured; None: they copy none. ``watch``: what agents do about
+    ranks that stand still."""
 
     storage: Storage
     uri: str
@@ -61,6 +65,7 @@ class Place:
     backups: tuple[Backup, ...] = ()
     perceives: bool = True
     serves: bool = True
+    copies: tuple[float, int] | None = None
     watch: str | None = None
 
 
@@ -81,6 +86,7 @@ def place_of(
     backups: Collection[Backup] = (),
     perceives: bool = True,
     serves: bool = True,
+    copies: tuple[float, int] | None = None,
     watch: str | None = None,
 ) -> Place:
     """Return where a run lies that the user has named by ``uri``. `ConfigError` if another process cannot open it."""
@@ -92,6 +98,7 @@ def place_of(
         backups=tuple(backups),
         perceives=perceives,
         serves=serves,
+        copies=copies,
         watch=watch,
     )
     if isinstance(storage, LocalStorage):
@@ -191,6 +198,7 @@ def _open_agent(
             backups=tuple(map(asdict, place.backups)) if exchange.rank == 0 else (),
             perceives=place.perceives,
             next_rank=_next_node(exchange) if place.serves else -1,
+            copies=place.copies is not None,
             watch=place.watch or "" if exchange.world_size > 1 else "",
             here=tuple(exchange.neighbours),
         )
@@ -201,7 +209,7 @@ def _open_agent(
         folder=place.arenas,
         step=step,
         gate=gate,
-        generations=_generations(exchange.world_size),
+        generations=_generations(exchange, place.copies is not None),
         counters=counters,
         ranks_here=len(exchange.neighbours),
     )
@@ -233,19 +241,28 @@ def _warn_of_others(objects: Mapping[str, Any]) -> None:
         warnings.warn(text, CaptureWarning, stacklevel=2)
 
 
-def replica_facts(saves: Saver | Background | None, exchange: Exchange) -> dict[str, str]:
-    """Return this rank's facts for `settle`: the ranks of its node, and what ranks that are alike have in common."""
+def replica_facts(saves: Saver | Background | None, exchange: Exchange, place: Place | None) -> dict[str, str]:
+    """Return this rank's facts for `settle`: the ranks of its node, what ranks that are alike have in common, and where
+    the node lies, if nodes keep copies."""
+    facts: dict[str, str] = {}
+    if place is not None and place.copies is not None and _next_node(exchange) >= 0:
+        facts = node_facts(exchange.neighbours)
     if isinstance(saves, Background) and len(exchange.neighbours) > 1:
         with suppress(Exception):  # what cannot be captured is refused at the first cut
-            return facts_of_node(exchange.neighbours, saves.engine.planner.replica())
-    return {}
+            return facts | facts_of_node(exchange.neighbours, saves.engine.planner.replica())
+    return facts
 
 
 def settle(
-    saves: Saver | Background | None, tally: Tally, place: Place | None, attempt: Attempt, exchange: Exchange
+    saves: Saver | Background | None,
+    tally: Tally,
+    place: Place | None,
+    attempt: Attempt,
+    exchange: Exchange,
+    counters: RunCounters,
 ) -> None:
-    """Let replicas divide what they capture, if all ranks are alike by the `replica_facts` of all, and say how much
-    memory it takes."""
+    """Let replicas divide what they capture, if all ranks are alike by the `replica_facts` of all, say how much memory
+    it takes, and let agents copy it to other nodes."""
     if not isinstance(saves, Background) or place is None:
         return
     nodes = nodes_of_replicas(tally)
@@ -254,36 +271,52 @@ def settle(
     digest = digest_of_run(attempt.run, place.storage)
     identity = identity_of(digest, rank=exchange.rank, world_size=exchange.world_size)
     state_bytes = estimated_bytes(saves.engine.objects.values()) // (1 if division is None else division.count)
-    _say_memory(state_bytes, place.arenas, identity, exchange)
+    _say_memory(state_bytes, place.arenas, identity, exchange, copies=place.copies is not None)
+    if place.copies is not None:
+        counters.copies = True
+        every_s, capture_every = place.copies
+        keeping, warning = keeping_of(tally, exchange.neighbours, every_s=every_s, capture_every=capture_every)
+        if warning and exchange.rank == exchange.neighbours[0]:
+            _LOG.warning('peers="copy": %s', warning)
+        if keeping is not None:
+            saves.agent.copy(keeping, counters.protected)
 
 
-def _say_memory(state_bytes: int, folder: ArenaFolder, identity: ArenaIdentity, exchange: Exchange) -> None:
+def _say_memory(
+    state_bytes: int, folder: ArenaFolder, identity: ArenaIdentity, exchange: Exchange, *, copies: bool = False
+) -> None:
     """Say on one rank of each node how much memory captures take there: a warning if it is not there. ``state_bytes``:
-    what a rank is expected to capture."""
-    ranks, generations = exchange.neighbours, _generations(exchange.world_size)
+    what a rank is expected to capture. ``copies``: the node keeps two of as many ranks of another node."""
+    ranks, generations = exchange.neighbours, _generations(exchange, copies)
     if exchange.rank != ranks[0]:
         return
     every = (one.size_bytes for one in folder.found() if one.identity is not None and _is_like(one.identity, identity))
-    size_bytes = max(every, default=0) or generations * state_bytes
+    state_bytes = max(every, default=0) // generations or state_bytes
+    count = generations + (_COPIES if generations == _WITH_COPIES else 0)
+    size_bytes = count * state_bytes
     room_bytes = folder.room_bytes(identity.run)
     _LOG.log(
         logging.INFO if len(ranks) * size_bytes <= room_bytes else logging.WARNING,
-        "captures of %s take about %.2f GiB of this node's memory, %d generations of %.2f GiB for each rank; %.2f GiB "
-        "are there in %s",
+        "captures of %s take about %.2f GiB of this node's memory, %d generations of %.2f GiB for each rank%s; "
+        "%.2f GiB are there in %s",
         name_ranks(ranks_of(ranks)),
         len(ranks) * size_bytes / 2**30,
-        generations,
-        size_bytes / generations / 2**30,
+        count,
+        state_bytes / 2**30,
+        " with the copies for another node" if count > generations else "",
         room_bytes / 2**30,
         folder.path,
     )
 
 
 def _is_like(one: ArenaIdentity, other: ArenaIdentity) -> bool:
-    return (one.run, one.world) == (other.run, other.world)
+    return (one.run, one.world, one.kind) == (other.run, other.world, other.kind)
 
 
-def _generations(world_size: int) -> int:
+def _generations(exchange: Exchange, copies: bool) -> int:
     """How many generations an arena has: the one being persisted, the newest, and the one being filled; with several
-    ranks also that before the newest, which another rank may have to go back to."""
-    return 3 if world_size == 1 else 4
+    ranks also that before the newest, which another rank may have to go back to; and with copies on other nodes the two
+    that were copied last, since a lost node's share is of use only with the same cut of the others."""
+    if exchange.world_size == 1:
+        return 3
+    return _WITH_COPIES if copies and len(exchange.neighbours) < exchange.world_size else 4

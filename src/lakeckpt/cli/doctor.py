@@ -105,6 +105,7 @@ def _plain(one: KeptArena, gone: set[str]) -> dict[str, Any]:
         "name": one.info.name,
         "rank": None if identity is None else identity.rank,
         "world_size": None if identity is None else identity.world,
+        "kind": None if identity is None else identity.kind,
         "size_bytes": one.info.size_bytes,
         "steps": list(one.info.steps),
         "agents": list(one.agents),
@@ -119,7 +120,7 @@ def _show(folder: str, arenas: Sequence[Mapping[str, Any]]) -> None:
     for one in arenas:
         table.add_row(
             (one["run"] or "?")[:8],
-            "?" if one["rank"] is None else f"{one['rank']} of {one['world_size']}",
+            _rank_of(one),
             format_bytes(one["size_bytes"]),
             one["steps"][0] if one["steps"] else "-",
             ", ".join(map(str, one["agents"])) or "-",
@@ -130,6 +131,14 @@ def _show(folder: str, arenas: Sequence[Mapping[str, Any]]) -> None:
     for one in arenas:
         if one["problem"] is not None:
             print(f"✗ {one['problem']}")
+
+
+def _rank_of(one: Mapping[str, Any]) -> str:
+    """Return whose share an arena holds, and how it came here if it was captured on another node."""
+    if one["rank"] is None:
+        return "?"
+    kind = {"copy": "a copy of ", "documents": "documents of "}.get(one["kind"], "")
+    return f"{kind}{one['rank']} of {one['world_size']}"
 
 
 def _advise(folder: str, left: Sequence[Mapping[str, Any]], logs: int) -> None:

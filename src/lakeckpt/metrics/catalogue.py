@@ -142,6 +142,20 @@ METRICS: tuple[Metric, ...] = (
         about="Time since the newest cut was complete in host memory, or since the attempt began if there is none.",
     ),
     Metric(
+        name="lakeckpt_protected",
+        kind="gauge",
+        labels=("run",),
+        about="1 if what this rank captured of a cut of this attempt lies on another node, too; 0 if none does. With "
+        'peers="copy" only.',
+    ),
+    Metric(
+        name="lakeckpt_protected_age_seconds",
+        kind="gauge",
+        labels=("run",),
+        unit="seconds",
+        about="Time since a newer cut of this rank lay on another node, too, or since the attempt began if none does.",
+    ),
+    Metric(
         name="lakeckpt_faults",
         kind="gauge",
         labels=("run", "cause"),

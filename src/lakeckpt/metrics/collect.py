@@ -79,6 +79,9 @@ def _of_newest(one: RunCounters, now_s: float) -> Iterator[tuple[str, tuple[str,
     yield "lakeckpt_commit_age_seconds", (), max(0.0, now_s - one.committed_s)  # clocks of nodes differ
     yield "lakeckpt_commit_age_steps", (), one.step - one.committed_step
     yield "lakeckpt_cut_age_seconds", (), max(0.0, now_s - one.captured_s)
+    if one.copies:
+        yield "lakeckpt_protected", (), float(one.protected_step >= 0)
+        yield "lakeckpt_protected_age_seconds", (), max(0.0, now_s - one.protected_s)
     for cause in get_args(Cause) if one.rank == 0 else ():
         yield "lakeckpt_faults", (cause,), one.faults.get(cause, 0)
     for waits in one.waits():

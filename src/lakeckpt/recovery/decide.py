@@ -4,9 +4,10 @@
 *complete*, which means that some node holds the share of each rank that captured it, and that each rank can read:
 
 1. A rank of a job of as many ranks reads the share that it has captured itself, if its node holds it.
+   If that is damaged, it reads a copy of the share from another node.
 2. Else it reads a share of the same id on its node; else its own share, or one of the same id, from another node, if
    that node has an address. Random states are a rank's own: a rank reads them from the node that has its own share; if
-   no node has it, it derives them, as a new rank does.
+   no node has it, another one may have kept its documents; else the rank derives them, as a new rank does.
 3. In a job of another number of ranks, each rank reads of all shares what it needs. Shares of the same id stand for
    each other.
 
@@ -54,8 +55,9 @@ class Decision:
     each node have divided the state, and each rank reads of all shares what it needs. ``is_alike``: all their shares
     have one id. ``copies``: rank → the rank whose share stands for its own, if not all are alike. ``away``: rank → the
     other nodes from which its share is read, if a node that needs the share does not hold it; or the node that has what
-    the rank captured itself. ``spares``: other nodes that hold a share, if all are alike. ``passed_over``: the newer
-    cuts, the newest first, and why each is not restored.
+    the rank captured itself. ``spares``: other nodes that hold a share, if all are alike. ``documents``: rank → the
+    node that has the documents of the rank's own share, with its random states, if no node has the share itself.
+    ``passed_over``: the newer cuts, the newest first, and why each is not restored.
     """
 
     cut: CutId | None = None
@@ -66,12 +68,13 @@ class Decision:
     copies: Mapping[int, int] = field(default_factory=dict)
     away: Mapping[int, tuple[Source, ...]] = field(default_factory=dict)
     spares: tuple[Source, ...] = ()
+    documents: Mapping[int, Source] = field(default_factory=dict)
     passed_over: tuple[tuple[CutId, str], ...] = ()
 
     @property
     def has_servers(self) -> bool:
         """True if a rank may read from another node."""
-        return bool(self.away or self.spares)
+        return bool(self.away or self.spares or self.documents)
 
     def reads(self, rank: int, world_size: int, held: Collection[int]) -> dict[int, tuple[Source, ...]]:
         """Return the shares that ``rank`` of ``world_size`` reads, by the rank whose share each is, and where it reads
@@ -171,8 +174,12 @@ class _Shares:
     def __init__(self, world: int, held: Sequence[tuple[int, Holding]], nodes: Sequence[NodeFacts]) -> None:
         self._world, self._nodes = world, nodes
         self._on: list[dict[int, bytes]] = [{} for _ in nodes]
+        self._documents: dict[int, int] = {}  # rank → the node that has the documents of its share
         for at, one in held:
-            self._on[at].update(one.by_rank)
+            if one.documents:
+                self._documents |= dict.fromkeys(one.ranks, at)
+            else:
+                self._on[at].update(one.by_rank)
         self._is_divided = any(one.divided for _, one in held)
         lists = _lists_of(world, held, nodes)
         self._keys = _keys_of(world, self._on, lists)
@@ -212,9 +219,18 @@ class _Shares:
                 ranks = stranded if is_same else node.ranks
                 why = "only nodes without an address hold it"
                 return f"{_named(ranks)} on {node.node} cannot read what {_named(stranded)} captured: {why}"
+            if is_same and not self._is_alike:
+                for share in (one for one in node.ranks if one in self._on[at] and len(away) < _MOST_MOVED):
+                    if copied := self._copies(share, at):
+                        away.setdefault(share, copied)
         if unseen := set(range(world_size)).difference(*(node.ranks for node in self._nodes)):
             return f"{_named(unseen)} stated nothing of a node"
         copies = {rank: other for rank, other in copies.items() if rank != other}
+        documents = {}
+        if world_size == self._world:
+            alone = sorted(rank for rank in self._documents if not any(rank in here for here in self._on))
+            places = {rank: self._nodes[self._documents[rank]].address for rank in alone[:_MOST_MOVED]}
+            documents = {rank: Source(rank=rank, address=address) for rank, address in places.items() if address}
         return Decision(
             world=self._world,
             is_divided=self._is_divided,
@@ -222,6 +238,7 @@ class _Shares:
             copies=copies,
             away=away,
             spares=spares,
+            documents=documents,
         )
 
     def _owners(self) -> dict[int, tuple[Source, ...]]:
@@ -239,6 +256,12 @@ class _Shares:
         holders = sorted(
             self._holders[self._keys[share]], key=lambda one: (one[1] != share, (one[0] - reader) % len(self._nodes))
         )
+        return tuple(self._served(holders)[:_MOST_SOURCES])
+
+    def _copies(self, share: int, reader: int) -> tuple[Source, ...]:
+        """Return which other nodes serve a copy of a share that the node ``reader`` holds itself: it may be damaged
+        there."""
+        holders = (one for one in self._holders[self._keys[share]] if one[1] == share and one[0] != reader)
         return tuple(self._served(holders)[:_MOST_SOURCES])
 
     def _spares(self) -> tuple[Source, ...]:

@@ -56,7 +56,8 @@ class Holding:
     ``digest`` is the same for all ranks that were at one cut. ``shares``: the ids of these shares, in the order of
     ``ranks``; equal ids are of equal contents, but for random states. Empty: all are `UNKNOWN`. ``listed``: the digest
     of the `ShareList` that the shares name; its ids then count. Empty: they name none. ``divided``: the replicas of
-    each node have divided the state, and a restore needs all shares of it.
+    each node have divided the state, and a restore needs all shares of it. ``documents``: only the documents of these
+    shares lie here, without their tensors: the random states of these ranks.
     """
 
     cut: CutId
@@ -66,6 +67,7 @@ class Holding:
     shares: bytes = b""
     listed: bytes = b""
     divided: bool = False
+    documents: bool = False
 
     @property
     def by_rank(self) -> dict[int, bytes]:

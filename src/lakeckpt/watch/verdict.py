@@ -77,9 +77,8 @@ def judge(
         everybody = "all ranks wait in the same collective: the network or its library is at fault"
         return StallVerdict(ranks=(), kind="network", reason=why or everybody, certainty=certainty or "still")
     if certainty == "certain":
-        return StallVerdict(
-            ranks=culprits, kind="mismatch" if "match" in why else "cycle", reason=why, certainty=certainty
-        )
+        kind: Kind = "mismatch" if "match" in why else "cycle"
+        return StallVerdict(ranks=culprits, kind=kind, reason=why, certainty=certainty)
     return _explained(culprits, why, first, second)
 
 

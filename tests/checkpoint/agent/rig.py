@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lakeckpt.checkpoint.arena.arena import Arena
 from lakeckpt.checkpoint.arena.checksums import checked
 from lakeckpt.checkpoint.arena.contents import GenerationDocuments, TensorPlace, TensorTable, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.arena.layout import ArenaLayout
+from lakeckpt.checkpoint.arena.layout import ArenaKind, ArenaLayout
 from lakeckpt.checkpoint.arena.slices import SlicePlan, plan_slices
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.keep import Keep
@@ -24,6 +25,7 @@ from lakeckpt.checkpoint.persist.log import put_entry
 from lakeckpt.checkpoint.persist.publish import Settings
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.recovery.facts import CutId
+from lakeckpt.recovery.shares import ShareList
 from lakeckpt.tracking.waiting import Waiter
 from tests.patience import PATIENCE_S
 
@@ -45,10 +47,12 @@ def plan() -> SlicePlan:
     return plan_slices({one.key: one.size_bytes for one in (SPEC, OWN)}, slice_bytes=128)
 
 
-def make_arena(folder: str | Path, rank: int = 0, world_size: int = 1, *, generations: int = 3) -> Arena:
+def make_arena(
+    folder: str | Path, rank: int = 0, world_size: int = 1, *, generations: int = 3, kind: ArenaKind = "own"
+) -> Arena:
     slices = plan()
     layout = ArenaLayout(
-        identity=identity_of(DIGEST, rank=rank, world_size=world_size),
+        identity=replace(identity_of(DIGEST, rank=rank, world_size=world_size), kind=kind),
         plan=slices.digest,
         data_bytes=slices.data_bytes,
         documents_bytes=8192,
@@ -57,8 +61,10 @@ def make_arena(folder: str | Path, rank: int = 0, world_size: int = 1, *, genera
     return ArenaFolder(folder).create(layout)
 
 
-def fill(arena: Arena, step: int, *, attempt: int = 0, common: int | None = None) -> None:
-    """Capture a step."""
+def fill(
+    arena: Arena, step: int, *, attempt: int = 0, common: int | None = None, shares: ShareList | None = None
+) -> None:
+    """Capture a step, which names the list of ``shares``."""
     slices, rank = plan(), arena.layout.identity.rank
     filling = arena.begin(common=step if common is None else common)
     assert filling is not None, "no generation to spare"
@@ -68,8 +74,10 @@ def fill(arena: Arena, step: int, *, attempt: int = 0, common: int | None = None
         filling.data[start : start + size] = data
         places[spec.key] = TensorPlace(spec=spec, start=start)
     trees = {RANDOM: b"random of rank %d" % rank, "m": b"tree of step %d" % step}
-    documents = GenerationDocuments(trees=trees, table=TensorTable(places=places))
-    filling.complete(CutId(attempt=attempt, step=step), digest=bytes(16), documents=documents.to_bytes())
+    listed, document = (b"", b"") if shares is None else (shares.digest, shares.document)
+    documents = GenerationDocuments(trees=trees, table=TensorTable(places=places), shares=document)
+    cut = CutId(attempt=attempt, step=step)
+    filling.complete(cut, digest=bytes(16), documents=documents.to_bytes(), shares=listed)
 
 
 def take_checksums(folder: str | Path) -> None:

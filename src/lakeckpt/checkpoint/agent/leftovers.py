@@ -3,8 +3,8 @@
 An arena stays while its trainer lives. It also stays if the trainer died and its newest cut is not in storage, because
 a restarted job can continue from that cut. Locks that the kernel releases with their holders show whether a trainer
 fills an arena and whether the agent of its rank lives. They are held while something is removed, so that nobody begins
-to use it meanwhile. A job cannot go on from memory that was removed, so only the user removes it. Imports without
-torch.
+to use it meanwhile. Copies of what ranks of other nodes have captured stay while any agent of the run lives here. A job
+cannot go on from memory that was removed, so only the user removes it. Imports without torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Literal
 
 from lakeckpt.checkpoint.agent.logs import agents_of, log_path, logs_in, unused
 from lakeckpt.checkpoint.arena.folder import ArenaFolder, ArenaInfo
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.errors import ArenaError
 
 __all__ = ["KeptArena", "Use", "kept_in", "left_logs", "reclaim", "remove_log"]
@@ -65,10 +66,17 @@ def remove_log(path: str) -> None:
 def _kept(folder: ArenaFolder, info: ArenaInfo) -> KeptArena:
     if info.identity is None:
         return KeptArena(info=info, use="damaged")
-    path = log_path(folder.path, info.identity.run.hex(), info.identity.rank)
-    with unused(path) as free:
-        use: Use = "filled" if info.is_filled else "left" if free else "kept by its agent"
-    return KeptArena(info=info, use=use, agents=tuple(agents_of(path)))
+    paths = _logs_of(folder, info.identity)
+    free = all(map(_is_over, paths))
+    use: Use = "filled" if info.is_filled else "left" if free else "kept by its agent"
+    return KeptArena(info=info, use=use, agents=tuple(agent for path in paths for agent in agents_of(path)))
+
+
+def _logs_of(folder: ArenaFolder, identity: ArenaIdentity) -> list[str]:
+    """Return the logs of the agents that need an arena: of its rank; for copies, of all ranks of the run here."""
+    if identity.kind == "own":
+        return [log_path(folder.path, identity.run.hex(), identity.rank)]
+    return [path for path in logs_in(folder.path) if os.path.basename(path).startswith(identity.run.hex())]
 
 
 def _is_over(path: str) -> bool:
@@ -79,8 +87,7 @@ def _is_over(path: str) -> bool:
 def _is_removed(folder: ArenaFolder, info: ArenaInfo) -> bool:
     """Remove an arena, unless a trainer has begun to fill it, or an agent to read it."""
     with contextlib.ExitStack() as stack:
-        if info.identity is not None:
-            path = log_path(folder.path, info.identity.run.hex(), info.identity.rank)
+        for path in [] if info.identity is None else _logs_of(folder, info.identity):
             if not stack.enter_context(unused(path)):
                 return False
         try:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -27,12 +28,14 @@ from lakeckpt.checkpoint.agent.orders import (
     Message,
     Order,
     Outcome,
+    Protected,
     TableDocuments,
     Unable,
     message_from_bytes,
     message_to_bytes,
 )
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.peers.grouping import Keeping
 from lakeckpt.errors import AgentError, ArenaError, SaveFailed, WireError
 from lakeckpt.tracking.obstacles import Obstacle
 from lakeckpt.tracking.waiting import SystemWaiter
@@ -101,6 +104,8 @@ class AgentLink:
         self._got: list[Outcome] = []
         self._unsent: deque[Message] = deque()
         self._documents = TableDocuments(data={})
+        self._keeping: Keeping | None = None
+        self._protected: Callable[[int, float], object] = lambda step, at_s: None
         self._obstacles: list[Obstacle] = []
         self._start()
 
@@ -119,6 +124,12 @@ class AgentLink:
             self._fail()
         else:
             self._send(order)
+
+    def copy(self, keeping: Keeping, protected: Callable[[int, float], object], /) -> None:
+        """Let the agent send copies to another node; another agent does so, too. ``protected(step, at_s)`` is called
+        when the share of a cut lies there."""
+        self._keeping, self._protected = keeping, protected
+        self._send(keeping)
 
     def keep(self, documents: TableDocuments, /) -> None:
         """Hand over what has to lie in the run before the next commit; another agent gets it, too."""
@@ -196,6 +207,8 @@ class AgentLink:
         self._starts += 1
         self._send(replace(self._begin, attempt=replace(self._begin.attempt, pending={})))
         self._send(self._documents)
+        if self._keeping is not None:
+            self._send(self._keeping)
         for obstacle in self._obstacles:
             self._send(obstacle)
 
@@ -230,6 +243,8 @@ class AgentLink:
         if isinstance(message, Outcome):
             self._pending.discard((message.step, message.number))
             self._got.append(message)
+        elif isinstance(message, Protected):
+            self._protected(message.step, message.at_s)
         elif isinstance(message, Unable):
             self._lost = f"the agent cannot work for this trainer: {message.text}"
             self._refuse()

@@ -6,9 +6,9 @@ stood still (`lakeckpt.checkpoint.faults.mates.why_stuck`). So a link that is br
 trains ends nothing, and neither does an evaluation. The trainer is killed after a note of that; the launcher of its
 node then starts all ranks again. Where nobody starts the job again, it is only logged.
 
-The agent of the first rank of each node does this, if the job has several nodes, on one daemon thread; the server has
-threads of its own. Time during which this agent itself was stopped counts for nothing, so a job that is frozen as a
-whole is left alone.
+The agent of the first rank of each node does this, if the job has several nodes, on one daemon thread; its server,
+which takes the copies of other nodes, too, has threads of its own. Time during which this agent itself was stopped
+counts for nothing, so a job that is frozen as a whole is left alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
     """The place of a node in the ring of nodes: the first ``rank`` of the node, and that of the ``next_rank`` node, in
-    an ``attempt`` of the run in ``storage``, whose digest on a node is ``run``. ``arenas``: the folder of the node."""
+    an ``attempt`` of the run in ``storage``, whose digest on a node is ``run``. ``arenas``: the folder of the node.
+    ``perceives``: the next node is watched."""
 
     storage: Storage
     attempt: int
@@ -50,10 +51,11 @@ class Ring:
     next_rank: int
     run: bytes
     arenas: str
+    perceives: bool = True
 
 
 def watch_next_node(ring: Ring, page_path: str, trainer: int, *, log: Callable[[str], None]) -> None:
-    """Serve this node and watch the next one, on a thread of its own, for the process of the pidfd ``trainer``, whose
+    """Serve this node, and watch the next one, on a thread of its own, for the process of the pidfd ``trainer``, whose
     page is ``page_path``."""
     work = (ring, page_path, trainer, log)
     threading.Thread(target=_watch, args=work, name="lakeckpt-next-node", daemon=True).start()
@@ -69,6 +71,9 @@ def _watch(ring: Ring, page_path: str, trainer: int, log: Callable[[str], None])
         ends = select.poll()
         ends.register(trainer, select.POLLIN)
         if not _is_put(ring, own, ends, log):
+            return
+        if not ring.perceives:
+            ends.poll()
             return
         known: NodeNote | None = None
         while (note := _met(ring, known, ends)) is not None:

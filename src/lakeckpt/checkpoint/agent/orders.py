@@ -1,9 +1,9 @@
 """This module defines the messages between a trainer and its agent, and their bytes on a pipe.
 
-The trainer sends `Hello` first, then `TableDocuments`, `Order` and each `Obstacle`, and `Bye` at the end. The agent
-answers each order with an `Outcome`; if it cannot serve the trainer, it sends `Unable` and ends. A message is a
-document of ``wire`` that names the release of lakeckpt that wrote it: both ends must be of one release. Nothing is
-unpickled. Imports without torch.
+The trainer sends `Hello` first, then `Keeping` if other nodes keep copies, `TableDocuments`, `Order` and each
+`Obstacle`, and `Bye` at the end. The agent answers each order with an `Outcome`, and says which cuts are `Protected`;
+if it cannot serve the trainer, it sends `Unable` and ends. A message is a document of ``wire`` that names the release
+of lakeckpt that wrote it: both ends must be of one release. Nothing is unpickled. Imports without torch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from lakeckpt import __version__
 from lakeckpt.checkpoint.format.fields import fields_of
 from lakeckpt.checkpoint.format.manifest import CheckpointInfo
 from lakeckpt.checkpoint.format.parts import SiteWaits
+from lakeckpt.checkpoint.peers.grouping import Keeping
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.commit import Remarks
 from lakeckpt.checkpoint.persist.publish import Settings
@@ -30,6 +31,7 @@ __all__ = [
     "Message",
     "Order",
     "Outcome",
+    "Protected",
     "TableDocuments",
     "Unable",
     "message_from_bytes",
@@ -46,8 +48,9 @@ class Hello:
     ``digest`` identifies the run on this node, ``arenas`` is the folder of the arenas. ``linger_s``: how much longer
     than a save the final save waits for the agents of other ranks, whose trainers may die later. ``backups``: those
     that this agent makes, the fields of each. ``perceives``: end a trainer that is stuck after a death.
-    ``next_rank``: the first rank of the next node, if this agent watches that node; -1: it watches none. ``watch``:
-    what is done about ranks ``here``, those of this node, that stand still: ``"report"``, ``"restart"``, or nothing.
+    ``next_rank``: the first rank of the next node, if this agent serves its node; -1: it does not. ``copies``: nodes
+    keep copies of each other's shares. ``watch``: what is done about ranks ``here``, those of this node, that stand
+    still: ``"report"``, ``"restart"``, or nothing.
     """
 
     uri: str
@@ -64,6 +67,7 @@ class Hello:
     next_rank: int = -1
     watch: str = ""
     here: tuple[int, ...] = ()
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +115,14 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Protected:
+    """The share of this rank of the cut of ``step`` lies on another node, too, since ``at_s`` (seconds since 1970)."""
+
+    step: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bye:
     """The trainer ends. ``well``: after what is ordered is persisted, nobody needs its arena any more. Otherwise the
     agent makes the final save, as for a trainer that died."""
@@ -118,9 +130,9 @@ class Bye:
     well: bool = True
 
 
-Message = Hello | Unable | TableDocuments | Order | Obstacle | Outcome | Bye
+Message = Hello | Unable | Keeping | TableDocuments | Order | Obstacle | Outcome | Protected | Bye
 _TYPES: dict[str, type[Message]] = {
-    one.__name__: one for one in (Hello, Unable, TableDocuments, Order, Obstacle, Outcome, Bye)
+    one.__name__: one for one in (Hello, Unable, Keeping, TableDocuments, Order, Obstacle, Outcome, Protected, Bye)
 }
 
 

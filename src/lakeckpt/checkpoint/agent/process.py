@@ -6,8 +6,9 @@ ends a save under way. The kernel reports the trainer's death through a pidfd of
 Linux 5.3), the agent relies on the end of its standard input, which a forked loader worker may delay.
 
 The main thread persists, and takes the checksums of cuts (`persister`). One thread reads orders, and ends with the
-process; others make backups, end a trainer that is stuck (`lakeckpt.checkpoint.faults.mates`), and watch the ranks of
-the node (`lakeckpt.checkpoint.faults.node_watch`).
+process; others make backups, end a trainer that is stuck (`lakeckpt.checkpoint.faults.mates`), watch the ranks of the
+node (`lakeckpt.checkpoint.faults.node_watch`), and talk to other nodes (`lakeckpt.checkpoint.agent.lost_nodes`,
+`lakeckpt.checkpoint.peers.copies`).
 After the last save the agent removes the arena, if everything in it is in storage.
 Imports without torch.
 """
@@ -28,18 +29,33 @@ from multiprocessing.connection import Connection, wait
 from lakeckpt.checkpoint.agent.generations import Generations, identity_of
 from lakeckpt.checkpoint.agent.link import IGNORED
 from lakeckpt.checkpoint.agent.lost_nodes import Ring, watch_next_node
-from lakeckpt.checkpoint.agent.orders import Bye, Hello, Message, Outcome, Unable, message_from_bytes, message_to_bytes
+from lakeckpt.checkpoint.agent.orders import (
+    Bye,
+    Hello,
+    Message,
+    Outcome,
+    Protected,
+    Unable,
+    message_from_bytes,
+    message_to_bytes,
+)
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.holdings import remove_copies
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.copying.backups import Backup, Backups
 from lakeckpt.checkpoint.faults.deaths import note_death
 from lakeckpt.checkpoint.faults.mates import watch_mates
 from lakeckpt.checkpoint.faults.node_watch import Watched, watch_node
 from lakeckpt.checkpoint.faults.notes import page_path
+from lakeckpt.checkpoint.peers.copies import CopySender, start_copying
+from lakeckpt.checkpoint.peers.grouping import Keeping
+from lakeckpt.checkpoint.peers.next_node import agreed_stride, node_note
 from lakeckpt.checkpoint.persist.log import LOG
-from lakeckpt.errors import LakeckptError
-from lakeckpt.lake.storage.base import expect_folder, redact_uri
+from lakeckpt.errors import ArenaError, LakeckptError
+from lakeckpt.lake.storage.base import Storage, expect_folder, redact_uri
 from lakeckpt.lake.storage.open import open_storage
+from lakeckpt.recovery.facts import CutId
 from lakeckpt.tracking.waiting import SystemWaiter
 
 __all__ = ["main"]
@@ -59,11 +75,13 @@ def main(trainer: int) -> int:
 
     backups: Backups | None = None
 
+    reporting = threading.Lock()
+
     def report(message: Message) -> None:
         if backups is not None and isinstance(message, Outcome) and message.info is not None:
             message = replace(message, remarks=replace(message.remarks, unmade=backups.failed))
             backups.committed()
-        with contextlib.suppress(OSError):  # the trainer is gone
+        with reporting, contextlib.suppress(OSError):  # the trainer is gone
             outcomes.send_bytes(message_to_bytes(message))
 
     messages = _messages(orders, trainer)
@@ -97,13 +115,14 @@ def main(trainer: int) -> int:
     backups = Backups(storage, [Backup(**one) for one in begin.backups], lambda text: _log(f"{name}: {text}"))
     page = page_path(begin.arenas, begin.digest, begin.attempt.number, begin.rank)
     noting = partial(note_death, storage, page, begin.attempt.number, trainer)
+    copying = partial(_copy, begin, storage, identity, trainer, report, lambda text: _log(f"{name}: {text}"))
     serving = threading.Thread(
-        target=_serve, args=(messages, persister, name, noting), name="lakeckpt-orders", daemon=True
+        target=_serve, args=(messages, persister, name, noting, copying), name="lakeckpt-orders", daemon=True
     )
     serving.start()
     if begin.perceives and trainer >= 0:
         watch_mates(page, begin.attempt.number, trainer, log=lambda text: _log(f"{name}: {text}"))
-    if begin.perceives and trainer >= 0 and begin.next_rank >= 0:
+    if (begin.perceives or begin.copies) and trainer >= 0 and begin.next_rank >= 0:
         ring = Ring(
             storage=storage,
             attempt=begin.attempt.number,
@@ -111,6 +130,7 @@ def main(trainer: int) -> int:
             next_rank=begin.next_rank,
             run=begin.digest,
             arenas=begin.arenas,
+            perceives=begin.perceives,
         )
         watch_next_node(ring, page, trainer, log=lambda text: _log(f"{name}: {text}"))
     if begin.watch and trainer >= 0:
@@ -126,7 +146,7 @@ def main(trainer: int) -> int:
     persister.run()
     serving.join(_DEATH_S)
     backups.finish()
-    _log(f"{name}: {_tidied(persister, generations)}; ends")
+    _log(f"{name}: {_tidied(persister, generations, begin)}; ends")
     return 0
 
 
@@ -145,13 +165,56 @@ def _messages(orders: Connection, trainer: int) -> Iterator[Message]:
     yield Bye(well=False)
 
 
-def _serve(messages: Iterator[Message], persister: Persister, name: str, noting: Callable[[], str]) -> None:
+def _copy(
+    begin: Hello,
+    storage: Storage,
+    identity: ArenaIdentity,
+    trainer: int,
+    report: Callable[[Message], None],
+    log: Callable[[str], None],
+    keeping: Keeping,
+) -> None:
+    """Begin to send copies of the share of this rank to the node that keeps them."""
+    folder, attempt = ArenaFolder(begin.arenas), begin.attempt.number
+    sender = CopySender(
+        folder,
+        identity,
+        attempt,
+        keeping,
+        note=partial(node_note, storage, attempt, keeping.keeper),
+        agree=partial(agreed_stride, storage, attempt, begin.rank),
+        now=time.monotonic,
+        log=log,
+    )
+
+    is_tidy = begin.rank != keeping.here[0]
+
+    def protected(cut: CutId) -> None:
+        nonlocal is_tidy
+        report(Protected(step=cut.step, at_s=time.time()))
+        if not is_tidy:
+            is_tidy = True
+            remove_copies(folder, begin.digest, but=keeping.keeps)
+
+    if trainer >= 0:
+        start_copying(sender, trainer, report=protected, log=log)
+
+
+def _serve(
+    messages: Iterator[Message],
+    persister: Persister,
+    name: str,
+    noting: Callable[[], str],
+    copying: Callable[[Keeping], None],
+) -> None:
     """Hand the trainer's messages over. A message that cannot be read ends the process: the trainer is alive, and
     starts another agent. When the trainer has died, note why."""
     try:
         for message in messages:
             if isinstance(message, Bye):
                 _log(f"{name}: the trainer {'ends' if message.well else 'is gone without a goodbye'}")
+            if isinstance(message, Keeping):
+                copying(message)
             persister.take(message)
             if isinstance(message, Bye) and not message.well and (noted := noting()):
                 _log(f"{name}: the trainer died: {noted}")
@@ -160,9 +223,9 @@ def _serve(messages: Iterator[Message], persister: Persister, name: str, noting:
         os._exit(1)
 
 
-def _tidied(persister: Persister, generations: Generations) -> str:
-    """Remove the arena, unless it holds a cut that is needed and not in storage, or another trainer fills it. Returns
-    what was done.
+def _tidied(persister: Persister, generations: Generations, begin: Hello) -> str:
+    """Remove the arena, unless it holds a cut that is needed and not in storage, or another trainer fills it; and the
+    copies that this node keeps, if the trainer has ended well. Returns what was done.
 
     A cut of an earlier attempt counts: this attempt may have gone on from it and captured nothing yet.
     """
@@ -171,7 +234,12 @@ def _tidied(persister: Persister, generations: Generations) -> str:
         needed = captured if persister.is_final else persister.ordered
         if min(needed, captured) > persister.recorded:
             return f"the arena stays, as step {captured} is not in storage: lakeckpt doctor removes it"
-        return "the arena is removed" if generations.remove() else "the arena stays, as another trainer fills it"
+        if not generations.remove():
+            return "the arena stays, as another trainer fills it"
+        if begin.copies and not persister.is_final:
+            with contextlib.suppress(ArenaError):
+                remove_copies(ArenaFolder(begin.arenas), begin.digest)
+        return "the arena is removed"
 
 
 def _log(text: str) -> None:

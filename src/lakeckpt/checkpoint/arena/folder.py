@@ -4,7 +4,8 @@ By default the folder is ``/dev/shm/lakeckpt-<user id>``: host memory that outli
 that lie in files, for nodes that are short of memory. The folder is 0700 and the user's, each arena 0600. Nothing is
 opened through a link, and a folder or file that does not look so is refused.
 
-A rank of a run has one arena in a folder for each number of ranks, ``<digest of the run>.<rank>-of-<ranks>.arena``. The
+A rank of a run has one arena in a folder for each number of ranks, ``<digest of the run>.<rank>-of-<ranks>.arena``. An
+arena with copies of what a rank of another node has captured ends in ``.copy.arena``, or in ``.documents.arena``. The
 memory of an arena is allocated when it is made: a page that is missing later would end the process. The file gets its
 name when the arena is whole (``O_TMPFILE``), so that a process that is killed meanwhile leaves nothing.
 """
@@ -74,7 +75,8 @@ class ArenaFolder:
 
     def name_of(self, identity: ArenaIdentity) -> str:
         """Return the name of the arena of a rank of a run."""
-        return f"{identity.run.hex()}.{identity.rank}-of-{identity.world}{_SUFFIX}"
+        kind = "" if identity.kind == "own" else f".{identity.kind}"
+        return f"{identity.run.hex()}.{identity.rank}-of-{identity.world}{kind}{_SUFFIX}"
 
     def create(self, layout: ArenaLayout) -> Arena:
         """Make an arena in the place of the one that its rank has, and open it to be filled.
@@ -119,9 +121,13 @@ class ArenaFolder:
             raise ArenaError(f"the arenas in {self.path!r} cannot be looked at: {error.strerror}") from error
 
     def room_bytes(self, run: bytes) -> int:
-        """Return how many bytes the arenas of the run with this digest may take here: those that they take already,
-        and those that are free. Raises `ArenaError`."""
-        taken = sum(info.size_bytes for info in self.found() if info.identity is not None and info.identity.run == run)
+        """Return how many bytes the arenas that ranks of the run with this digest fill may take here: those that they
+        take already, and those that are free. Raises `ArenaError`."""
+        taken = sum(
+            info.size_bytes
+            for info in self.found()
+            if info.identity is not None and (info.identity.run, info.identity.kind) == (run, "own")
+        )
         with self._opened(make=True) as folder:
             return taken + self._free_bytes(folder)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, LEAF_BYTES
 from lakeckpt.checkpoint.format.fields import Digest
@@ -30,7 +31,7 @@ from lakeckpt.recovery.facts import CutId
 from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["ArenaIdentity", "ArenaLayout", "DataChecksums", "GenerationRecord", "KeptLeaves", "layout_in"]
+__all__ = ["ArenaIdentity", "ArenaKind", "ArenaLayout", "DataChecksums", "GenerationRecord", "KeptLeaves", "layout_in"]
 
 PAGE = 4096
 SUPERBLOCK_BYTES = 4 * PAGE
@@ -42,13 +43,18 @@ _CHECKSUMS_ROOM = 256
 """The room in the checksums for all but themselves."""
 
 
+ArenaKind = Literal["own", "copy", "documents"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaIdentity:
-    """The owner of the cuts: the run (16 bytes), the rank, and the number of ranks."""
+    """The owner of the cuts: the run (16 bytes), the rank, and the number of ranks. ``kind``: the rank itself fills the
+    arena, or it holds copies of what the rank has captured on another node, or of the documents of that alone."""
 
     run: Digest
     rank: Count
     world: Positive
+    kind: ArenaKind = "own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""This package reads shares of cuts from the memory of other nodes, over TCP, while a job restores.
+"""This package reads shares of cuts from the memory of other nodes, over TCP, and keeps copies of them on other nodes.
 
 ::
 
@@ -8,4 +8,5 @@
             [sources] ← leaves, each verified ← [fetch] ←—— [wire]: frames, challenge ——→ [serve] ← arenas
 
     while a job trains → [alike]: which ranks capture the same share; [next_node]: is the next node there?
+    copies: [grouping]: who keeps whose → [copies]: an agent gives its rank's share → [serve] → [slots] of the keeper
 """

@@ -25,13 +25,24 @@ from lakeckpt.lake.storage.base import Storage
 from lakeckpt.wire.documents import from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["GONE_S", "SILENT_S", "Contact", "NextNode", "NodeNote", "node_note", "put_node_note", "why_gone"]
+__all__ = [
+    "GONE_S",
+    "SILENT_S",
+    "Contact",
+    "NextNode",
+    "NodeNote",
+    "agreed_stride",
+    "connected_to",
+    "node_note",
+    "put_node_note",
+    "why_gone",
+]
 
 GONE_S, SILENT_S = 5.0, 30.0
 _USER_TIMEOUT_MS = 5000
 _CONNECT_S, _ANSWER_S = 1.0, 1.0
 _NODES = "nodes"
-_KIND, _VERSION = "node", (1, 0)
+_KIND, _STRIDE_KIND, _VERSION = "node", "stride", (1, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +74,19 @@ def node_note(storage: Storage, attempt: int, rank: int) -> NodeNote | None:
         plain = loads(storage.read(_path(attempt, rank)), kind=_KIND, supported=_VERSION)
         found: NodeNote = from_plain(NodeNote, plain, "the note of a node")
         return found
+    return None
+
+
+def agreed_stride(storage: Storage, attempt: int, rank: int, stride: int) -> int | None:
+    """Let rank 0 publish the ``stride`` of an attempt's copies (`lakeckpt.checkpoint.peers.copies`). Return what it has
+    published; None if it has not, or the run cannot be reached."""
+    path = f"{_NODES}/{attempt:010d}.stride"
+    with contextlib.suppress(StorageError, WireError):
+        if rank == 0:
+            storage.put(path, [dumps(stride, kind=_STRIDE_KIND, version=_VERSION)])
+            return stride
+        found: int = from_plain(int, loads(storage.read(path), kind=_STRIDE_KIND, supported=_VERSION), "a stride")
+        return max(1, found)
     return None
 
 
@@ -111,7 +135,7 @@ class NextNode:
         """Ask the node, and return what is known of it then. Before the first answer, nothing is known."""
         try:
             if self._connection is None:
-                self._connection = self._connected()
+                self._connection = connected_to(self.note, _ANSWER_S)
                 self._asked = False
             if not self._asked:
                 send(self._connection, StillThere())
@@ -144,17 +168,20 @@ class NextNode:
             self._connection.close()
             self._connection = None
 
-    def _connected(self) -> socket.socket:
-        host, _, port = self.note.address.rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
-        try:
-            limit_waits(connection, _ANSWER_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
-            prove(connection, self.note.key)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+
+def connected_to(note: NodeNote, answer_s: float) -> socket.socket:
+    """Return a connection to the server of a node's agent, on which no call waits longer than ``answer_s``. Raises
+    ``OSError``, ``EOFError`` and `ArenaError`."""
+    host, _, port = note.address.rpartition(":")
+    connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
+    try:
+        limit_waits(connection, answer_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+        prove(connection, note.key)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _is_readable(connection: socket.socket, seconds: float) -> bool:

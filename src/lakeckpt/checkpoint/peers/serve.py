@@ -1,10 +1,10 @@
-"""This module serves the shares of cuts that lie in this node's memory to ranks on other nodes, while a job restores.
+"""This module serves the shares of cuts that lie in this node's memory, and takes copies of those of other nodes.
 
 The first rank of each node makes a `ShareServer` before it states the facts of its node, which name the address. The
 server listens from then on, and answers nobody before `ShareServer.admit`: it does so when all ranks know what to read.
 It is closed at the end of the restore, when all ranks have read. A share is locked while a connection reads it. Data go
-from the arena's file to the socket by ``os.sendfile``. While a job trains, agents have a server of their own, which is
-asked whether its node is there (`lakeckpt.checkpoint.agent.lost_nodes`).
+from the arena's file to the socket by ``os.sendfile``. While a job trains, the agent of the first rank has a server of
+its own: other nodes ask it whether its node is there, and give it copies (`lakeckpt.checkpoint.agent.lost_nodes`).
 
 `ShareServer.admit` starts a thread that accepts connections, and that starts one for each of them; `ShareServer.close`
 ends them and waits for them. They cannot outlive the process. Imports without torch.
@@ -23,11 +23,14 @@ from lakeckpt.checkpoint.arena.checksums import checked
 from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.filling import checksum
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.arena.holdings import held_share
+from lakeckpt.checkpoint.peers.slots import take_share
 from lakeckpt.checkpoint.peers.wire import (
     KEY_BYTES,
     AskShare,
     FoundShare,
     NoShare,
+    PutShare,
     ReadShare,
     StillThere,
     limit_waits,
@@ -37,7 +40,7 @@ from lakeckpt.checkpoint.peers.wire import (
 )
 from lakeckpt.errors import ArenaError, WireError
 
-__all__ = ["ShareServer", "own_address"]
+__all__ = ["ShareServer", "own_address", "send_data", "sizes_of"]
 
 _MOST_CONNECTIONS = 256
 _SILENT_S, _IDLE_S = 60.0, 86_400.0
@@ -142,9 +145,13 @@ class ShareServer:
             limit_waits(connection, _SILENT_S)
             if verify(connection, self._key):
                 limit_waits(connection, _SILENT_S, idle_s=_IDLE_S)
-                while isinstance(asked := receive(connection), AskShare | StillThere):
+                while isinstance(asked := receive(connection), AskShare | PutShare | StillThere):
                     if isinstance(asked, StillThere):
                         send(connection, asked)
+                    elif isinstance(asked, PutShare):
+                        limit_waits(connection, _SILENT_S)
+                        take_share(connection, self._folder, self._run, asked)
+                        limit_waits(connection, _SILENT_S, idle_s=_IDLE_S)
                     else:
                         self._share(connection, asked)
         with self._lock:
@@ -161,37 +168,37 @@ class ShareServer:
                 send(connection, NoShare(why=str(error)[:1000]))
                 return
             documents, leaves = held.documents(), contents.checksums or b""
-            opened = FoundShare(
-                data_bytes=held.data_bytes,
-                documents_bytes=len(documents),
-                documents_checksum=checksum(documents),
-                checksums_bytes=len(leaves),
-                checksums_checksum=checksum(leaves),
-            )
-            send(connection, opened)
+            send(connection, sizes_of(held, documents, leaves))
             while isinstance(read := receive(connection), ReadShare):
                 if read.part == "data":
-                    _send_data(connection, held, read.start, read.size)
+                    send_data(connection, held, read.start, read.size)
                 else:
                     part = documents if read.part == "documents" else leaves
                     connection.sendall(memoryview(part)[read.start : read.start + read.size])
 
     def _held(self, asked: AskShare, stack: contextlib.ExitStack) -> HeldGeneration:
         """Return the locked share. Raises `ArenaError` if it is not here."""
-        gone = f"step {asked.cut.step} of attempt {asked.cut.attempt} is not in the memory of this node any more"
         if asked.identity.run != self._run:
             raise ArenaError("this node serves another run")
-        try:
-            arena = stack.enter_context(self._folder.open(self._folder.name_of(asked.identity)))
-        except FileNotFoundError:
-            raise ArenaError(gone) from None
-        held = stack.enter_context(arena.hold(asked.cut))
-        if held is None or held.record.digest != asked.digest:
-            raise ArenaError(gone)
+        held = stack.enter_context(held_share(self._folder, asked.identity, asked.cut, asked.digest))
+        if held is None:
+            where = "is not in the memory of this node any more"
+            raise ArenaError(f"step {asked.cut.step} of attempt {asked.cut.attempt} {where}")
         return held
 
 
-def _send_data(connection: socket.socket, held: HeldGeneration, start: int, size: int) -> None:
+def sizes_of(held: HeldGeneration, documents: bytes, leaves: bytes) -> FoundShare:
+    """Return the sizes of the parts of a share: its data, its ``documents``, and the checksums of its ``leaves``."""
+    return FoundShare(
+        data_bytes=held.data_bytes,
+        documents_bytes=len(documents),
+        documents_checksum=checksum(documents),
+        checksums_bytes=len(leaves),
+        checksums_checksum=checksum(leaves),
+    )
+
+
+def send_data(connection: socket.socket, held: HeldGeneration, start: int, size: int) -> None:
     """Send bytes of the data from the file to the socket. Raises ``OSError`` and ``EOFError``."""
     at = held.arena.layout.data_at(held.number)
     done, stop = start, min(start + size, held.data_bytes)

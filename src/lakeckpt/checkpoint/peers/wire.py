@@ -1,4 +1,4 @@
-"""This module defines what a rank that restores, and the server of a node, say to each other over a connection.
+"""This module defines what a rank that restores, or an agent, and the server of a node say to each other.
 
 ::
 
@@ -11,7 +11,10 @@
     server → client    these bytes, as they are
                        … and so on, until one of them hangs up
 
-An agent that only wants to know whether the node is there sends `StillThere` instead, and gets the same back.
+An agent that only wants to know whether the node is there sends `StillThere` instead, and gets the same back. An agent
+that gives the node a copy of a share sends `PutShare`. The server answers `ShareTaken` when it has room, gets the
+documents, the checksums and the data, one behind the other, and answers `ShareTaken` again when the copy is whole and
+verified. It answers `NoShare` if it does not take the copy.
 A proof is an HMAC-SHA256 over both random texts. Messages are documents of ``wire`` behind their length, of at most 4
 KiB; nothing is unpickled. The connection is not encrypted. Imports without torch, and starts no threads.
 """
@@ -38,7 +41,9 @@ __all__ = [
     "FoundShare",
     "NoShare",
     "Part",
+    "PutShare",
     "ReadShare",
+    "ShareTaken",
     "StillThere",
     "limit_waits",
     "prove",
@@ -81,7 +86,7 @@ class FoundShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoShare:
-    """The server does not have the share, and why."""
+    """The server does not have the share, or does not take it, and why."""
 
     why: str
 
@@ -100,9 +105,28 @@ class StillThere:
     """The client asks whether the node is there, and the server answers the same."""
 
 
-_Message = AskShare | FoundShare | NoShare | ReadShare | StillThere
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutShare:
+    """The client gives a copy of the share in the arena of ``identity``, whose slices are laid out by the ``plan``.
+    ``sizes``: of the parts. ``shares``, ``divided``: of its record."""
+
+    identity: ArenaIdentity
+    cut: CutId
+    digest: Digest
+    plan: Digest
+    sizes: FoundShare
+    shares: bytes
+    divided: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareTaken:
+    """The server takes the copy; or, the second time, has it whole."""
+
+
+_Message = AskShare | FoundShare | NoShare | PutShare | ReadShare | ShareTaken | StillThere
 _TYPES: dict[str, type[_Message]] = {
-    one.__name__: one for one in (AskShare, FoundShare, NoShare, ReadShare, StillThere)
+    one.__name__: one for one in (AskShare, FoundShare, NoShare, PutShare, ReadShare, ShareTaken, StillThere)
 }
 
 

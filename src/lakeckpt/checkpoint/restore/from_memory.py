@@ -19,14 +19,16 @@ import logging
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from lakeckpt.checkpoint.agent.generations import digest_of_run, identity_of
 from lakeckpt.checkpoint.arena.contents import Contents, contents_from, contents_of
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
-from lakeckpt.checkpoint.arena.holdings import holdings_in, lists_in
+from lakeckpt.checkpoint.arena.holdings import held_share, holdings_in, lists_in
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity
 from lakeckpt.checkpoint.consumed.pending import PendingRecord, pending_from_bytes, since
 from lakeckpt.checkpoint.consumed.reports import reports_of
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, digest_of_leaves, short_digest
@@ -39,8 +41,9 @@ from lakeckpt.checkpoint.peers.sources import HeldShare, ShareSource
 from lakeckpt.checkpoint.peers.wire import AskShare
 from lakeckpt.checkpoint.restore.compare import Candidate
 from lakeckpt.checkpoint.restore.from_storage import Selection, commit_in
-from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of
-from lakeckpt.errors import ArenaDamaged, CheckpointMismatch
+from lakeckpt.checkpoint.state.loaded import Loaded, loaded_of, tree_of
+from lakeckpt.checkpoint.state.random_states import RANDOM, check_random
+from lakeckpt.errors import ArenaDamaged, CheckpointDamaged, CheckpointMismatch, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.recovery.decide import Decision, Source
 from lakeckpt.recovery.facts import CutId, NodeFacts
@@ -164,6 +167,9 @@ class Remembered:
         is_own = own is not None and own.rank == self._rank and decision.world == self._world_size
         every = _readers_of([own] if own is not None and is_own else shares.values())
         done = cut.step == recorded
+        loaded = self._loaded(decision, cut, shares, every)
+        if loaded.random is None and (source := decision.documents.get(self._rank)) is not None:
+            loaded = replace(loaded, random=self._random(run, decision, cut, source, key))
         return Candidate(
             manifest=manifest,
             captured=cut,
@@ -171,8 +177,17 @@ class Remembered:
             step=cut.step,
             readers={name: pending[-1].record for name, pending in every.items() if pending},
             pending={name: () if done else since(pending, recorded) for name, pending in every.items()},
-            loaded=self._loaded(decision, cut, shares, every),
+            loaded=loaded,
         )
+
+    def _random(self, run: str, decision: Decision, cut: CutId, source: Source, key: bytes) -> dict[str, Any] | None:
+        """Read the random states of this rank from a node that has kept them; None if that cannot be done."""
+        own = identity_of(digest_of_run(run, self._storage), rank=self._rank, world_size=decision.world)
+        asked = AskShare(identity=replace(own, kind="documents"), cut=cut, digest=decision.digest)
+        with suppress(ArenaDamaged, CheckpointDamaged, WireError), ExitStack() as stack:
+            trees = _fetched(source.address, key, asked, stack).documents.trees
+            return check_random(tree_of(RANDOM, trees[RANDOM])[0])
+        return None
 
     def _shares(self, run: str, decision: Decision, cut: CutId, key: bytes) -> dict[int, HeldShare]:
         """Hold the shares to read: rank → its share, or one that stands for it."""
@@ -181,7 +196,7 @@ class Remembered:
             rank
             for one in holdings_in(self._folder, digest)
             if (one.cut, one.digest, one.world) == (cut, decision.digest, decision.world)
-            for rank in one.ranks
+            for rank in (() if one.documents else one.ranks)
         }
         gone = f"step {cut.step} of attempt {cut.attempt} is not in memory any more"
 
@@ -192,7 +207,7 @@ class Remembered:
                 fetched = partial(_fetched, one.address, key, asked)
                 return ShareSource(rank=one.rank, tier="other nodes", open=fetched)
             is_own = one.rank == self._rank and decision.world == self._world_size
-            opened = partial(_opened, self._folder, self._folder.name_of(identity), cut, gone)
+            opened = partial(_opened, self._folder, identity, cut, decision.digest, gone)
             return ShareSource(rank=one.rank, tier="own" if is_own else "own node", open=opened)
 
         for rank, sources in decision.reads(self._rank, self._world_size, held).items():
@@ -240,13 +255,11 @@ class Remembered:
             self._server = None
 
 
-def _opened(folder: ArenaFolder, name: str, cut: CutId, gone: str, stack: ExitStack) -> Contents:
+def _opened(
+    folder: ArenaFolder, identity: ArenaIdentity, cut: CutId, digest: bytes, gone: str, stack: ExitStack
+) -> Contents:
     """Open a share that lies on this node. `ArenaDamaged` if it is not there."""
-    try:
-        arena = stack.enter_context(folder.open(name))
-    except FileNotFoundError:
-        raise ArenaDamaged(gone) from None
-    if (held := stack.enter_context(arena.hold(cut))) is None:
+    if (held := stack.enter_context(held_share(folder, identity, cut, digest))) is None:
         raise ArenaDamaged(gone)
     return contents_of(held)
 
