@@ -3,7 +3,8 @@
 ::
 
     the training thread → [beat]: the page of a rank, a file in memory → other processes of the node
-    pages, ``/proc`` ([facts]), stacks ([stacks]) → [rank_looks]: looks at the ranks ([looks]) → [verdict]: who and why
+    pages, ``/proc`` ([facts]), stacks ([stacks]), collectives ([recorder]) → [rank_looks]: looks at ranks ([looks])
+    looks of all nodes → [verdict]: which ranks hold up the others, and why
     gaps between beats → [limits]: when to look, when to act → [watcher]: reports and acts on stalls ([stalls])
     a code, a signal, a text → [explicit]: rows of faults.toml → cause, remedy; [kernel_log]: lines about a death
     bpf/*.bt, run by [kernel] as root → events of processes;  [avoid]: the mark of a node, in the run

@@ -20,9 +20,10 @@ import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 __all__ = [
+    "COMPUTES",
     "PAGE_BYTES",
     "Beat",
     "Page",
@@ -35,10 +36,15 @@ __all__ = [
 
 PAGE_BYTES = 4096
 _MAGIC = 0x6C6B_6265_6174_0001
-Phase = Literal["start", "restore", "data", "compute", "save", "between", "ended", "own", "closing"]
-"""What the rank does: it waits for a batch (data), works on one (compute), is in the manager (save), in a phase that
-the script has named (own), such as its evaluation, or saves for the last time (closing)."""
-_PHASES: tuple[Phase, ...] = ("start", "restore", "data", "compute", "save", "between", "ended", "own", "closing")
+Phase = Literal[
+    "start", "restore", "data", "compute", "save", "between", "ended", "own", "closing", "forward", "backward", "optimizer"
+]  # fmt: skip
+"""What the rank does: it waits for a batch (data), works on one (compute; and if the state has the model and optimizer:
+forward, then backward, optimizer), is in the manager (save), in a phase that the script has named (own), such as its
+evaluation, or saves for the last time (closing)."""
+_PHASES: tuple[Phase, ...] = get_args(Phase)
+COMPUTES: frozenset[Phase] = frozenset(("compute", "forward", "backward", "optimizer"))
+"""The phases in which a rank works on a micro-batch; models and optimizers of the state tell them apart."""
 _NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
 _COMPUTE, _SAVE = _NUMBERS["compute"], _NUMBERS["save"]
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from lakeckpt.watch.beat import Page
 from lakeckpt.watch.facts import children_of, look_at_process
 from lakeckpt.watch.looks import RankLook
+from lakeckpt.watch.recorder import recorded_at, socket_path
 from lakeckpt.watch.stacks import stacks_of
 
 __all__ = ["look_at", "look_at_page"]
@@ -45,4 +46,5 @@ def look_at(path: str, page: Page) -> RankLook:
         process=look_at_process(page.pid),
         children=children_of(page.pid),
         threads=stacks_of(page.pid, path, page.stacks),
+        recorded=recorded_at(socket_path(path), page.world),
     )

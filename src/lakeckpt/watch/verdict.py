@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass
 from typing import Literal
 
+from lakeckpt.watch.beat import COMPUTES
 from lakeckpt.watch.looks import Collective, Frame, RankLook, ThreadLook
 from lakeckpt.wire.documents import Count
 
@@ -159,7 +160,7 @@ def _by_collectives(looks: Mapping[int, RankLook]) -> _Found | None:
     waits: dict[int, set[int]] = defaultdict(set)
     for its in entered.values():
         furthest = max(one.number for one in its.values())
-        members = set(next(iter(its.values())).members) & looks.keys()
+        members = set(next(iter(its.values())).members or its) & looks.keys()
         there = [rank for rank, one in its.items() if one.number == furthest]
         lack = {rank for rank in members if rank not in its or its[rank].number < furthest}
         pending = any(its[rank].completed < furthest for rank in there)
@@ -219,7 +220,7 @@ def _is_waiting(look: RankLook) -> bool:
     if process is not None and process.state in ("R", "D", "T"):
         return False
     if main is None or not main.frames:
-        return look.phase == "compute" and (process is None or process.waits in ("futex", ""))
+        return look.phase in COMPUTES and (process is None or process.waits in ("futex", ""))
     return any(part in main.frames[0].file for part in _WAITS_IN) or _is_in_manager(main)
 
 

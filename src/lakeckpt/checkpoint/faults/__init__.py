@@ -2,7 +2,7 @@
 
 ::
 
-    a rank → its page (`lakeckpt.watch.beat`) → a death: [causes], [notes]: a file beside the arenas
+    a rank → its page (`lakeckpt.watch.beat`, [marks]) → a death: [causes], [notes]: a file beside the arenas
                                                   its agent: [deaths]: the same, and a copy in the run
                                                              [mates]: ends a rank that is stuck after it: [ending]
     all ranks stand still → [node_watch]: the ground of `lakeckpt.watch.watcher`, in one agent of each node

@@ -34,6 +34,7 @@ from lakeckpt.checkpoint.consumed.exclusions import crashed, withdrawn
 from lakeckpt.checkpoint.consumed.tracks import ReaderTrack
 from lakeckpt.checkpoint.faults.batch_rows import positions_at, rows_of, say_rows
 from lakeckpt.checkpoint.faults.causes import cause_of_error
+from lakeckpt.checkpoint.faults.marks import Marks, serve_recorder
 from lakeckpt.checkpoint.faults.notes import (
     begin_page,
     leave_note,
@@ -66,6 +67,7 @@ from lakeckpt.tracking.tally import Tally
 from lakeckpt.tracking.votes import Together
 from lakeckpt.watch.beat import Beat, Phase, read_page
 from lakeckpt.watch.explicit import fault_table
+from lakeckpt.watch.recorder import socket_path
 from lakeckpt.watch.stacks import stacks_path, write_on_signal
 
 __all__ = ["Aftermath"]
@@ -104,6 +106,7 @@ class Aftermath:
         self._deaths: list[FaultNote] = []
         """The first causes in this life of the launcher; on rank 0."""
         self._beat: Beat | None = None
+        self._marks: Marks | None = None
         self._attempt = 0
         self._begun_s = time.time()
         self._decided_s = self._restored_s = 0.0
@@ -237,6 +240,7 @@ class Aftermath:
             self._beat = begin_page(self._folder, self._digest, attempt, rank, world)
             if self._beat is not None and self._shows_stacks:
                 self._beat.writes_stacks(write_on_signal(stacks_path(self._beat.path)))
+                serve_recorder(socket_path(self._beat.path))
             self.phase("restore")
 
     @property
@@ -287,14 +291,16 @@ class Aftermath:
 
     # --- while the attempt runs
 
-    def trains(self, step: int, tracks: Mapping[str, ReaderTrack]) -> None:
-        """The loop goes on after ``step``. Readers note on the page what they deliver."""
+    def trains(self, step: int, tracks: Mapping[str, ReaderTrack], objects: Collection[Any] = ()) -> None:
+        """The loop goes on after ``step``. Readers note on the page what they deliver, and models and optimizers among
+        ``objects`` where they are."""
         if self._beat is None:
             return
         self._beat.begins(step, {name: _place_of(track.reader) for name, track in tracks.items()})
         for number, track in enumerate(tracks.values()):
             if (deliveries := getattr(track.reader, "deliveries", None)) is not None:
                 deliveries.beat = self._beat.of_reader(number)
+        self._marks = Marks(self._beat, objects)
 
     def stepped(self, step: int, stalled_s: float) -> None:
         """An optimizer step is finished."""
@@ -327,6 +333,8 @@ class Aftermath:
 
     def close(self, *, well: bool) -> None:
         """The rank ends, ``well`` or by a fault. May be called again."""
+        if self._marks is not None:
+            self._marks.remove()
         if self._beat is not None:
             self._beat.close(well=well)
             self._beat = None if well else self._beat

@@ -23,7 +23,8 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.faults.causes import killed_for_memory
 from lakeckpt.errors import ArenaError, WireError
 from lakeckpt.recovery.faults import BatchAt, Cause, FaultNote, cut_off, explained
-from lakeckpt.watch.beat import Beat, Page, read_page
+from lakeckpt.watch.beat import COMPUTES, Beat, Page, read_page
+from lakeckpt.watch.recorder import socket_path
 from lakeckpt.watch.stacks import stacks_path
 
 __all__ = [
@@ -85,7 +86,7 @@ def note_of(page: Page, attempt: int, *, cause: Cause, what: str, text: object =
     """Return the note of the death of the rank whose ``page`` this is; ``at_s``: now."""
     step = page.next_step if page.phase == "data" else page.next_step - 1
     batch = None
-    if page.reader and page.phase in ("data", "compute") and step >= 0:
+    if page.reader and (page.phase == "data" or page.phase in COMPUTES) and step >= 0:
         batch = BatchAt(reader=page.reader, epoch=page.epoch, step=step, rank=page.dealt, world=max(page.of_ranks, 1))
     note = FaultNote(
         attempt=attempt,
@@ -182,7 +183,7 @@ def remove_old_notes(folder: str) -> None:
 
 
 def _remove(path: str) -> None:
-    for one in (path, _note_path(path), stacks_path(path)):
+    for one in (path, _note_path(path), stacks_path(path), socket_path(path)):
         with contextlib.suppress(OSError):
             os.unlink(one)
 

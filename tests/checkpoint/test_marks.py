@@ -1,0 +1,85 @@
+"""A model of the state marks its forward and backward on the page, and copies and saves as one without marks."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lakeckpt.checkpoint.faults.marks import Marks
+from lakeckpt.watch.beat import Beat, Page, read_page
+
+ROW = torch.ones(2, 4)
+
+
+class Marked:
+    """A model with marks, and its page."""
+
+    def __init__(self, path: Path) -> None:
+        self.beat = Beat(str(path), rank=0, world=1)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.optimizer = torch.optim.SGD(self.model.parameters())
+        self.marks = Marks(self.beat, [self.model, self.optimizer, self.model[0]])
+
+    @property
+    def page(self) -> Page:
+        page = read_page(self.beat.path)
+        assert page is not None
+        return page
+
+
+@pytest.fixture
+def marked(tmp_path: Path) -> Iterator[Marked]:
+    found = Marked(tmp_path / "page.beat")
+    yield found
+    found.marks.remove()
+
+
+def test_the_page_follows_a_step(marked: Marked) -> None:
+    loss = marked.model(ROW).sum()
+    assert (marked.page.phase, marked.page.beats) == ("backward", 2)  # the first layer is a part of the model: no beats
+    loss.backward()
+    marked.optimizer.step()
+    assert marked.page.phase == "optimizer"
+
+
+def test_an_evaluation_does_not_look_like_training(marked: Marked) -> None:
+    marked.model.eval()
+    marked.model(ROW)
+    marked.model.train()
+    with torch.no_grad():
+        marked.model(ROW)
+    assert marked.page.phase == "start"
+
+
+def test_copies_and_saved_models_mark_nothing(marked: Marked) -> None:
+    saved = io.BytesIO()
+    torch.save(marked.model, saved)
+    saved.seek(0)
+    average = torch.optim.swa_utils.AveragedModel(marked.model)
+    average.update_parameters(marked.model)
+    copies = copy.deepcopy(marked.model), pickle.loads(pickle.dumps(marked.model)), average
+    for one in (*copies, torch.load(saved, weights_only=False)):
+        assert torch.equal(one(ROW), marked.model(ROW))
+        beats = marked.page.beats
+        one(ROW)
+        assert marked.page.beats == beats
+    assert b"lakeckpt" not in saved.getvalue()
+
+
+def test_a_model_compiles_in_one_graph(marked: Marked) -> None:
+    compiled = torch.compile(marked.model, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(ROW), marked.model(ROW))
+
+
+def test_removed_marks_are_gone(marked: Marked) -> None:
+    marked.marks.remove()
+    marked.model(ROW)
+    marked.optimizer.step()
+    assert marked.page.phase == "start"
