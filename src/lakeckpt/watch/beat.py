@@ -37,7 +37,8 @@ __all__ = [
 PAGE_BYTES = 4096
 _MAGIC = 0x6C6B_6265_6174_0001
 Phase = Literal[
-    "start", "restore", "data", "compute", "save", "between", "ended", "own", "closing", "forward", "backward", "optimizer"
+    "start", "restore", "data", "compute", "save", "between", "ended", "own", "closing", "forward", "backward",
+    "optimizer",
 ]  # fmt: skip
 """What the rank does: it waits for a batch (data), works on one (compute; and if the state has the model and optimizer:
 forward, then backward, optimizer), is in the manager (save), in a phase that the script has named (own), such as its
