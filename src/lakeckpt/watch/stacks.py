@@ -40,9 +40,13 @@ def stacks_path(page: str) -> str:
     return page.removesuffix(".beat") + ".stacks"
 
 
+_written: list[int] = []
+"""The file that this process writes its stacks to."""
+
+
 def write_on_signal(path: str) -> int:
     """Let this process write the stacks of all its threads to ``path`` on a signal. Returns its number; 0 if no signal
-    is free, or the file cannot be written. The main thread calls it, once; later calls change the file."""
+    is free, or the file cannot be written. A later call changes the file."""
     for number in range(signal.SIGRTMAX - 3, signal.SIGRTMIN + 3, -1):
         if signal.getsignal(number) is signal.SIG_DFL:
             try:
@@ -50,6 +54,9 @@ def write_on_signal(path: str) -> int:
             except OSError:
                 return 0
             faulthandler.register(number, file=descriptor, all_threads=True)
+            while _written:
+                os.close(_written.pop())
+            _written.append(descriptor)
             return number
     return 0
 
