@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def one_round(number: int, core: int, seconds: float, burners: int) -> dict[str, Any]:
-    """Check four nodes twice, and return who was named in the second check."""
+    """NodeCheck four nodes twice, and return who was named in the second check."""
     burnt, load, longest = NODES[number % len(NODES)], os.getloadavg()[0], 0.0
     named, reasons, rates = [], {}, {name: [] for name in _RATES}  # type: ignore[var-annotated]
     with tempfile.TemporaryDirectory() as run:

@@ -167,7 +167,7 @@ def test_the_rule_in_each_case() -> None:
     phases = get_args(Phase)
     stills = (0.0, 4.9, 5.1, 11.9, 12.1, 59.0, 61.0, 89.0, 91.0)
     for phase, fails, step_s, still_s, stopped in product(phases, (False, True), (0.1, 4.0, 30.0), stills, (0, 1, 2)):
-        spared = fails or phase in ("start", "restore", "save", "ended")
+        spared = fails or phase in ("start", "restore", "save", "closing", "ended")
         expected = stopped == 2 or (still_s > 3 * step_s and still_s > (60 if spared else 5))
         seen = Seen(phase=phase, step_s=step_s, still_s=still_s, stopped=stopped, fails=fails)
         assert bool(why_stuck(seen)) == expected, seen

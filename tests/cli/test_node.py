@@ -18,7 +18,7 @@ import torch
 from lakeckpt.cli.node import measures
 from lakeckpt.cli.node.facts import nvml_checks
 from lakeckpt.cli.node.history import NODES, keep, others, own_history
-from lakeckpt.cli.node.report import Check, NodeHistory, NodeReport
+from lakeckpt.cli.node.report import NodeCheck, NodeHistory, NodeReport
 from lakeckpt.cli.node.tools import tool_checks
 from lakeckpt.cli.node.verdict import findings, slow_checks
 from lakeckpt.lake.storage.local import LocalStorage
@@ -32,7 +32,10 @@ SHORT = ("--seconds", "1e-9")
 
 
 def report(rate: float, node: str = "node", *, version: str = "2.13", is_named: bool = False) -> NodeReport:
-    checks = (Check(name="matmul", value=rate, unit="GFLOP/s"), Check(name="torch", text=version, is_alike=True))
+    checks = (
+        NodeCheck(name="matmul", value=rate, unit="GFLOP/s"),
+        NodeCheck(name="torch", text=version, is_alike=True),
+    )
     return NodeReport(node=node, rank=0, at_s=0.0, checks=checks, is_named=is_named)
 
 
@@ -202,7 +205,7 @@ def test_the_tools_on_path_are_run_and_a_failed_diagnosis_is_a_fault(
     assert (ras.text, ras.fault) == ("all ranks are OK", "")
     assert perf.value == 412.5 and (tmp_path / "all_reduce_perf.args").read_text().endswith("-g 8\n")
     fake(tmp_path, "dcgmi", 'echo "Successfully ran diagnostic for group."')
-    assert tool_checks(8, timeout_s=PATIENCE_S)[0] == Check(name="dcgmi diag -r 1", text="passed")
+    assert tool_checks(8, timeout_s=PATIENCE_S)[0] == NodeCheck(name="dcgmi diag -r 1", text="passed")
 
 
 def test_a_tool_that_does_not_end_is_killed_and_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,6 @@
          a table:    [plan/]
          a run, by [run_arguments]:    [inspect], [verify], [audit], [explain], [explore/], [faults],
                                        [writing/]
-         this node:  [doctor], [node/]
+         this node:  [doctor], [node/], [watch]
          a job:      [launch/] → torchrun's agent → ranks, forked from a server that has imported torch
 """

@@ -20,9 +20,9 @@ from typing import Any
 
 from lakeckpt.cli.node.facts import limit_checks, nvml_checks, version_checks
 from lakeckpt.cli.node.history import keep, others, own_history
-from lakeckpt.cli.node.report import Check, NodeReport
+from lakeckpt.cli.node.report import NodeCheck, NodeReport
 from lakeckpt.cli.node.tools import tool_checks
-from lakeckpt.cli.node.verdict import Finding, findings, slow_checks
+from lakeckpt.cli.node.verdict import NodeFinding, findings, slow_checks
 from lakeckpt.cli.output import TextTable, format_time, print_json
 from lakeckpt.cli.run_arguments import options_of
 from lakeckpt.errors import ConfigError
@@ -45,7 +45,7 @@ class _Seen:
     """A node that was checked, by one of its ranks."""
 
     report: NodeReport
-    found: tuple[Finding, ...]
+    found: tuple[NodeFinding, ...]
 
     @property
     def reasons(self) -> list[str]:
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the node, and print. Returns the exit status."""
+    """NodeCheck the node, and print. Returns the exit status."""
     seconds = args.seconds if args.minutes is None else 60 * args.minutes
     if not 0 < seconds < 86_400:
         raise ConfigError(f"--seconds must be above 0 and at most a day, got {seconds:g}")
@@ -77,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
     if mark is not None and not _is_job():
         reason = f"{mark.by} wrote on {format_time(mark.at_s)} that jobs avoid this node: {mark.reason}"
         return _end(node, [], [reason], as_json=args.json)
-    marks = [] if mark is None else [Check(name="mark", fault=f"{mark.by}, {format_time(mark.at_s)}: {mark.reason}")]
+    marks = (
+        [] if mark is None else [NodeCheck(name="mark", fault=f"{mark.by}, {format_time(mark.at_s)}: {mark.reason}")]
+    )
     with _joined(3 * seconds + 300) as group:
         rank = 0 if group is None else int(os.environ["RANK"])
         seen = _checked(node, rank, seconds, args.disk or tempfile.gettempdir(), storage, group, marks)
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             bad = any(one.reasons for one in seen if one.report.node == node)
             history = own_history(storage, node)
             clock = keep(storage, history, [replace(mine.report, is_named=bad)])
-            mine = replace(mine, found=(*mine.found, Finding(check=clock)))
+            mine = replace(mine, found=(*mine.found, NodeFinding(check=clock)))
         reasons = [reason for one in seen if one.report.node == node for reason in one.reasons]
         if rank != 0:
             return AVOID if reasons else 0
@@ -103,7 +105,7 @@ def _checked(
     disk: str,
     storage: Storage | None,
     group: ModuleType | None,
-    marks: Sequence[Check],
+    marks: Sequence[NodeCheck],
 ) -> list[_Seen]:
     """Measure this node, and compare. Returns what was seen of each rank of the job; of this node only, if no job."""
     import torch
@@ -182,7 +184,7 @@ def _is_first() -> bool:
 
 def _end(
     node: str,
-    found: Sequence[Finding],
+    found: Sequence[NodeFinding],
     reasons: Sequence[str],
     *,
     as_json: bool,
@@ -213,7 +215,7 @@ def _end(
     return status
 
 
-def _verdict(one: Finding) -> str:
+def _verdict(one: NodeFinding) -> str:
     if one.fault:
         return f"✗ {one.fault}"
     if one.bound is not None:
@@ -223,7 +225,7 @@ def _verdict(one: Finding) -> str:
     return one.check.text
 
 
-def _plain(one: Finding) -> dict[str, Any]:
+def _plain(one: NodeFinding) -> dict[str, Any]:
     return {
         "name": one.check.name,
         "value": one.check.value,

@@ -15,7 +15,7 @@ import resource
 from typing import Any
 
 import lakeckpt
-from lakeckpt.cli.node.report import Check
+from lakeckpt.cli.node.report import NodeCheck
 from lakeckpt.cli.output import format_bytes
 
 __all__ = ["limit_checks", "nvml_checks", "version_checks"]
@@ -26,7 +26,7 @@ _DRIVER = "/proc/driver/nvidia/version"
 _SLOWED = {0x8: "hardware slowdown", 0x40: "thermal slowdown", 0x80: "power brake"}
 
 
-def limit_checks(shared: str = "/dev/shm") -> list[Check]:
+def limit_checks(shared: str = "/dev/shm") -> list[NodeCheck]:
     """Return the size of shared memory, and the limits of this process."""
     try:
         found = os.statvfs(shared)
@@ -37,10 +37,10 @@ def limit_checks(shared: str = "/dev/shm") -> list[Check]:
     limits = [f"{name} {_said(resource.getrlimit(limit)[0])}" for name, limit in _LIMITS.items()]
     locked = resource.getrlimit(_LOCKED)[0]
     limits.append(f"locked memory {'unlimited' if locked == resource.RLIM_INFINITY else format_bytes(locked)}")
-    return [Check(name=shared, text=text), Check(name="limits", text=", ".join(limits))]
+    return [NodeCheck(name=shared, text=text), NodeCheck(name="limits", text=", ".join(limits))]
 
 
-def version_checks(torch: Any) -> list[Check]:
+def version_checks(torch: Any) -> list[NodeCheck]:
     """Return the versions that must be alike on all ranks. ``torch``: the module."""
     nccl = ""
     if torch.cuda.is_available():
@@ -54,27 +54,27 @@ def version_checks(torch: Any) -> list[Check]:
         "nccl": nccl,
         "driver": _driver(),
     }
-    return [Check(name=name, text=text or "absent", is_alike=True) for name, text in texts.items()]
+    return [NodeCheck(name=name, text=text or "absent", is_alike=True) for name, text in texts.items()]
 
 
-def nvml_checks() -> list[Check]:
+def nvml_checks() -> list[NodeCheck]:
     """Return what NVML says of each GPU; one check that says so if NVML is not there."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
     except ImportError:
-        return [Check(name="NVML", text="absent: no package has the module pynvml")]
+        return [NodeCheck(name="NVML", text="absent: no package has the module pynvml")]
     except Exception as error:  # a class of NVML's own
-        return [Check(name="NVML", text=f"absent: {error}")]
+        return [NodeCheck(name="NVML", text=f"absent: {error}")]
     try:
         return [_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
     except Exception as error:
-        return [Check(name="NVML", text=f"failed: {error}")]
+        return [NodeCheck(name="NVML", text=f"failed: {error}")]
     finally:
         nvml.nvmlShutdown()
 
 
-def _gpu(nvml: Any, index: int) -> Check:
+def _gpu(nvml: Any, index: int) -> NodeCheck:
     """Return the facts of a GPU. What the GPU or the driver does not support is left out."""
     gpu = nvml.nvmlDeviceGetHandleByIndex(index)
     errors = _ask(nvml, "nvmlDeviceGetTotalEccErrors", gpu, 1, 0)  # uncorrected, since the driver was loaded
@@ -91,7 +91,7 @@ def _gpu(nvml: Any, index: int) -> Check:
         faults += ["a remap of rows waits for a reset of the GPU"] if rows[2] else []
     texts += [name for bit, name in _SLOWED.items() if (slowed or 0) & bit]
     fault = f"GPU {index}: {', '.join(faults)}" if faults else ""
-    return Check(name=f"GPU {index}", text=", ".join(filter(None, texts)) or "nothing is known", fault=fault)
+    return NodeCheck(name=f"GPU {index}", text=", ".join(filter(None, texts)) or "nothing is known", fault=fault)
 
 
 def _ask(nvml: Any, name: str, *args: Any) -> Any:

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lakeckpt.cli.node.report import Check, NodeHistory, NodeReport
+from lakeckpt.cli.node.report import NodeCheck, NodeHistory, NodeReport
 from lakeckpt.cli.output import format_bytes
 
 __all__ = ["gathered", "job", "sweep"]
@@ -47,7 +47,7 @@ def gathered(report: NodeReport) -> list[NodeReport]:
     return [NodeHistory.from_bytes(one).reports[0] for one in found]
 
 
-def sweep() -> list[Check]:
+def sweep() -> list[NodeCheck]:
     """Time ``all_reduce`` of several sizes: the bus bandwidth of the best of five.
 
     The slowest rank sets the time of all, so the figures name no node: they are text.
@@ -60,7 +60,7 @@ def sweep() -> list[Check]:
         dist.all_reduce(data)
         best = min(_seconds(data) for _ in range(_TIMES))
         rate = 2 * (world - 1) / world * size / best / 1e9
-        checks.append(Check(name=f"all_reduce {format_bytes(size)}", text=f"{rate:.3g} GB/s, {1e6 * best:.0f} us"))
+        checks.append(NodeCheck(name=f"all_reduce {format_bytes(size)}", text=f"{rate:.3g} GB/s, {1e6 * best:.0f} us"))
     return checks
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from lakeckpt.cli.node.report import Check, NodeHistory, NodeReport
+from lakeckpt.cli.node.report import NodeCheck, NodeHistory, NodeReport
 from lakeckpt.errors import ObjectMissing, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
 
@@ -40,19 +40,19 @@ def others(storage: Storage, node: str) -> list[NodeReport]:
     return found
 
 
-def keep(storage: Storage, history: NodeHistory, reports: Sequence[NodeReport]) -> Check:
+def keep(storage: Storage, history: NodeHistory, reports: Sequence[NodeReport]) -> NodeCheck:
     """Put the history of a node, with its newest reports. Returns the check of the clock against the store's."""
     path, before = _path(reports[0].node), time.time()
     storage.put(path, [history.with_newest(reports).to_bytes()])
     after = time.time()
     stamp = next((one.mtime_ns for one in storage.list(path)), None)
     if stamp is None:
-        return Check(name="clock", text="the store tells no time")
+        return NodeCheck(name="clock", text="the store tells no time")
     # The store stamps between the two times, in whole seconds if it is an object store.
     off = max(before - 1 - stamp / 1e9, stamp / 1e9 - after, 0.0)
     if off > _CLOCK_S:
-        return Check(name="clock", text=f"{off:.0f} s off the store's: set it by NTP, or stores refuse requests")
-    return Check(name="clock", text="as the store's")
+        return NodeCheck(name="clock", text=f"{off:.0f} s off the store's: set it by NTP, or stores refuse requests")
+    return NodeCheck(name="clock", text="as the store's")
 
 
 def _path(node: str) -> str:

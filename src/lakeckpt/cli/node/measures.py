@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lakeckpt.cli.node.report import Check
+from lakeckpt.cli.node.report import NodeCheck
 from lakeckpt.cli.output import format_bytes, format_count
 
 __all__ = ["Disk", "HostCopy", "Matmul", "Meter", "best_rates", "device_meters", "memory_test"]
@@ -63,9 +63,9 @@ class Meter:
     def close(self) -> None:
         """Free what the meter holds."""
 
-    def check(self, rates: dict[str, float]) -> Check:
+    def check(self, rates: dict[str, float]) -> NodeCheck:
         """Return the check of this meter, with its rate in ``rates``."""
-        return Check(name=self.name, value=rates.get(self.name), unit=self.unit, text=self.text, fault=self.fault)
+        return NodeCheck(name=self.name, value=rates.get(self.name), unit=self.unit, text=self.text, fault=self.fault)
 
 
 class Matmul(Meter):
@@ -190,7 +190,7 @@ def best_rates(
 
 def memory_test(
     most_bytes: int, seconds: float, *, clock: Callable[[], float] = time.monotonic, block_bytes: int = _BLOCK_BYTES
-) -> Check:
+) -> NodeCheck:
     """Fill free memory with patterns that differ at each address, and read it again.
 
     At most ``most_bytes`` are filled, and fewer if the time is up; at least one block. All memory is freed at the end.
@@ -214,4 +214,4 @@ def memory_test(
             break
     size = format_bytes(len(blocks) * block_bytes)
     fault = f"{wrong:,} words of {size} of memory did not keep what was written" if wrong else ""
-    return Check(name="memory test", text=f"{size}, {format_count(passes, 'pattern')}", fault=fault)
+    return NodeCheck(name="memory test", text=f"{size}, {format_count(passes, 'pattern')}", fault=fault)

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from lakeckpt.wire.documents import Count, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["Check", "NodeHistory", "NodeReport"]
+__all__ = ["NodeCheck", "NodeHistory", "NodeReport"]
 
 _KIND, _VERSION = "node-checks", (1, 0)
 _KEPT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class NodeCheck:
     """One check: a rate (``value`` in ``unit``, higher is better), or ``text``."""
 
     name: str
@@ -38,7 +38,7 @@ class NodeReport:
     node: str
     rank: Count
     at_s: float
-    checks: tuple[Check, ...]
+    checks: tuple[NodeCheck, ...]
     is_named: bool = False
     """Whether the node was to be avoided. Such a report is no measure for others."""
 

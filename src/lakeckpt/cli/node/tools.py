@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 
-from lakeckpt.cli.node.report import Check
+from lakeckpt.cli.node.report import NodeCheck
 
 __all__ = ["tool_checks"]
 
@@ -20,35 +20,37 @@ _FAILED = re.compile(r"\bfail(?:ed)?\b", re.IGNORECASE)
 _SHOWN = 120
 
 
-def tool_checks(gpus: int, *, timeout_s: float) -> list[Check]:
+def tool_checks(gpus: int, *, timeout_s: float) -> list[NodeCheck]:
     """Run each tool for at most ``timeout_s``. ``gpus``: how many this node has."""
     return [_dcgmi(timeout_s), _ncclras(timeout_s), _nccl_tests(gpus, timeout_s)]
 
 
-def _dcgmi(timeout_s: float) -> Check:
+def _dcgmi(timeout_s: float) -> NodeCheck:
     name = "dcgmi diag -r 1"
     status, text = _run(["dcgmi", "diag", "-r", "1"], timeout_s)
     if status is None:
-        return Check(name=name, text=text)
+        return NodeCheck(name=name, text=text)
     said = next((line for line in text.splitlines() if _FAILED.search(line)), "")
     if status or said:
-        return Check(name=name, fault=f"{name} ended with {status}: {' '.join((said or _last(text)).split())}"[:_SHOWN])
-    return Check(name=name, text="passed")
+        return NodeCheck(
+            name=name, fault=f"{name} ended with {status}: {' '.join((said or _last(text)).split())}"[:_SHOWN]
+        )
+    return NodeCheck(name=name, text="passed")
 
 
-def _ncclras(timeout_s: float) -> Check:
+def _ncclras(timeout_s: float) -> NodeCheck:
     status, text = _run(["ncclras"], timeout_s)
-    return Check(name="ncclras", text=text if status is None else _last(text)[:_SHOWN] or f"ended with {status}")
+    return NodeCheck(name="ncclras", text=text if status is None else _last(text)[:_SHOWN] or f"ended with {status}")
 
 
-def _nccl_tests(gpus: int, timeout_s: float) -> Check:
+def _nccl_tests(gpus: int, timeout_s: float) -> NodeCheck:
     name = "all_reduce_perf"
     command = [name, "-b", "8M", "-e", "128M", "-f", "4", "-g", str(max(1, gpus))]
     status, text = _run(command, timeout_s)
     found = _BANDWIDTH.search(text)
     if status == 0 and found:
-        return Check(name=name, value=float(found[1]), unit="GB/s")
-    return Check(name=name, text=text if status is None else f"ended with {status}: {_last(text)}"[:_SHOWN])
+        return NodeCheck(name=name, value=float(found[1]), unit="GB/s")
+    return NodeCheck(name=name, text=text if status is None else f"ended with {status}: {_last(text)}"[:_SHOWN])
 
 
 def _run(command: list[str], timeout_s: float) -> tuple[int | None, str]:

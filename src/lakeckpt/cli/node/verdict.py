@@ -13,19 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from lakeckpt.cli.node.report import Check, NodeReport
+from lakeckpt.cli.node.report import NodeCheck, NodeReport
 
-__all__ = ["Finding", "findings", "slow_checks"]
+__all__ = ["NodeFinding", "findings", "slow_checks"]
 
 _LEAST = 3
 _SHARE, _MADS = 0.10, 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class NodeFinding:
     """What a check says of the node, compared with others."""
 
-    check: Check
+    check: NodeCheck
     median: float | None = None
     bound: float | None = None
     """A rate below it is slow."""
@@ -42,7 +42,7 @@ class Finding:
 
 def findings(
     own: NodeReport, peers: Sequence[NodeReport], earlier: Sequence[NodeReport] = (), *, is_one_job: bool = False
-) -> tuple[Finding, ...]:
+) -> tuple[NodeFinding, ...]:
     """Return what each check of ``own`` says.
 
     ``peers``: reports of other nodes, one for each; ``earlier``: of this node. ``is_one_job``: the peers run beside
@@ -51,35 +51,35 @@ def findings(
     return tuple(_finding(check, own, peers, earlier, is_one_job) for check in own.checks)
 
 
-def slow_checks(found: Sequence[Finding]) -> list[str]:
+def slow_checks(found: Sequence[NodeFinding]) -> list[str]:
     """Return the names of the checks that are measured once more before the node is named."""
     return [one.check.name for one in found if one.is_slow]
 
 
 def _finding(
-    check: Check, own: NodeReport, peers: Sequence[NodeReport], earlier: Sequence[NodeReport], is_one_job: bool
-) -> Finding:
+    check: NodeCheck, own: NodeReport, peers: Sequence[NodeReport], earlier: Sequence[NodeReport], is_one_job: bool
+) -> NodeFinding:
     if check.fault:
-        return Finding(check=check, fault=check.fault)
+        return NodeFinding(check=check, fault=check.fault)
     if check.is_alike and is_one_job:
-        return Finding(check=check, fault=_unlike(check, [own, *peers]))
+        return NodeFinding(check=check, fault=_unlike(check, [own, *peers]))
     if check.value is None:
-        return Finding(check=check)
+        return NodeFinding(check=check)
     rates, of = [check.value, *_rates(check.name, peers)], "nodes"
     if len(rates) < _LEAST:
         rates, of = _rates(check.name, earlier), "earlier checks of this node"
     if len(rates) < _LEAST:
-        return Finding(check=check)
+        return NodeFinding(check=check)
     middle = median(rates)
     spread = median(abs(rate - middle) for rate in rates)
     bound = middle - max(_SHARE * middle, _MADS * spread)
     of = f"{len(rates)} {of}"
     if check.value >= bound:
-        return Finding(check=check, median=middle, bound=bound, of=of)
+        return NodeFinding(check=check, median=middle, bound=bound, of=of)
     fault = (
         f"{check.name} is slow: {check.value:.3g} {check.unit}, measured twice, and the median of {of} is {middle:.3g}"
     )
-    return Finding(check=check, median=middle, bound=bound, of=of, fault=fault)
+    return NodeFinding(check=check, median=middle, bound=bound, of=of, fault=fault)
 
 
 def _rates(name: str, reports: Sequence[NodeReport]) -> list[float]:
@@ -87,7 +87,7 @@ def _rates(name: str, reports: Sequence[NodeReport]) -> list[float]:
     return [rate for rate in found if rate is not None]
 
 
-def _unlike(check: Check, reports: Sequence[NodeReport]) -> str:
+def _unlike(check: NodeCheck, reports: Sequence[NodeReport]) -> str:
     """Return why the node is to be avoided if most reports have another text, else an empty string."""
     texts = Counter(one.text for report in reports for one in report.checks if one.name == check.name)
     text, count = texts.most_common(1)[0]
