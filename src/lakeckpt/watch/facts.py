@@ -5,8 +5,8 @@ disk, a child. The kernel names the call of the system in which a thread waits, 
 file. A file that is a socket leads to its peer by the tables of TCP.
 
 Every function tolerates a process that ends meanwhile, and files that this user may not read: then less is known. One
-process takes 0.1 to 0.3 ms (`benchmarks/beats.py`). Only Linux on x86-64 and ARM has these numbers of calls. The module
-starts no threads.
+process takes half a millisecond, and a socket or a lock some more (`benchmarks/beats.py`). Only Linux on x86-64 and ARM
+has these numbers of calls. The module starts no threads.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _children(pid: int) -> Iterator[int]:
 def _waits(pid: int, thread: str, state: str) -> tuple[Waits, str]:
     """Return what the first thread of a process waits for."""
     if state == "D":
-        return "disk", _read(pid, thread + "wchan") or "an uninterruptible call"
+        return "disk", _read(pid, thread + "wchan").strip("0") or "an uninterruptible call"
     if state != "S":
         return "", ""
     words = _read(pid, thread + "syscall").split()
