@@ -67,6 +67,8 @@ def test_the_account_adds_up_phases_steps_done_again_and_saves() -> None:
     assert found.causes == {"code": 2}
     assert found.invalid_s == 1 + 3 + 124 + 2 + 3 and found.effective == pytest.approx(1 - 0.133)
     assert found.to_plain()["effective"] == found.effective
+    stalled = account_of([first, second], elapsed_s=1000.0, stalled_s=50.0)
+    assert stalled.invalid_s == found.invalid_s + 50
 
 
 def test_a_run_without_time_or_faults_was_all_training() -> None:

@@ -136,7 +136,9 @@ def say_account(account: Account) -> str:
     """Return the account of a run, for people."""
     parts = (
         f"perception {account.perception_s:.1f}, scheduling {account.scheduling_s:.1f}, initialization "
-        f"{account.initialization_s:.1f}, recompute {account.recompute_s:.1f}, blocked by saving {account.saving_s:.1f}"
+        f"{account.initialization_s:.1f}, recompute {account.recompute_s:.1f}, "
+        f"blocked by saving {account.saving_s:.1f}, "
+        f"stalls {account.stalled_s:.1f}"
     )
     causes = ", ".join(f"{cause} {count}" for cause, count in account.causes.items())
     return (

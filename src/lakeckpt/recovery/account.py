@@ -1,6 +1,6 @@
 """This module keeps the account of a run: how much of its time was training, and what each fault cost.
 
-    invalid time = Σ faults x (perception + scheduling + initialization + recompute) + time blocked by saving
+    invalid time = Σ faults x (perception + scheduling + initialization + recompute) + time blocked by saving + stalls
 
 The effective training time is the rest. The module is pure: it reads the faults in the log of a run.
 """
@@ -34,14 +34,16 @@ class Account:
     """Steps that were done again."""
     saving_s: float = 0.0
     """For how long saves have held up the training threads of attempts that ended by a fault."""
+    stalled_s: float = 0.0
+    """Stalls that ended by themselves: all ranks stood still. The wait before a stall is acted on is perception."""
     causes: Mapping[str, int] = field(default_factory=dict)
     """Cause → how many faults; the causes are those of explicit faults, as far as the table knows them."""
 
     @property
     def invalid_s(self) -> float:
         """Time that trained nothing that lasts."""
-        parts = (self.perception_s, self.scheduling_s, self.initialization_s, self.recompute_s, self.saving_s)
-        return min(self.elapsed_s, sum(parts))
+        faults = self.perception_s + self.scheduling_s + self.initialization_s + self.recompute_s
+        return min(self.elapsed_s, faults + self.saving_s + self.stalled_s)
 
     @property
     def effective(self) -> float:
@@ -54,8 +56,9 @@ class Account:
         return {**plain, "invalid_s": self.invalid_s, "effective": self.effective}
 
 
-def account_of(faults: Sequence[Fault], *, elapsed_s: float) -> Account:
-    """Return the account of a run whose attempts ended by ``faults``, and which lasts since ``elapsed_s``."""
+def account_of(faults: Sequence[Fault], *, elapsed_s: float, stalled_s: float = 0.0) -> Account:
+    """Return the account of a run whose attempts ended by ``faults``, and which lasts since ``elapsed_s``; all its
+    ranks stood still for ``stalled_s`` of that, and went on by themselves."""
     initial = ("imports", "group", "decided", "restored", "first step")
     return Account(
         elapsed_s=elapsed_s,
@@ -65,5 +68,6 @@ def account_of(faults: Sequence[Fault], *, elapsed_s: float) -> Account:
         initialization_s=sum(one.phases.get(name, 0.0) for one in faults for name in initial),
         recompute_s=sum(one.steps_again * one.first.step_s for one in faults),
         saving_s=sum(one.first.stalled_s for one in faults),
+        stalled_s=stalled_s,
         causes=dict(Counter(one.first.because for one in faults).most_common()),
     )

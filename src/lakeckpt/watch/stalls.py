@@ -7,6 +7,7 @@ module defines values and their documents, and starts no threads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,9 @@ from lakeckpt.watch.verdict import StallVerdict
 from lakeckpt.wire.documents import Count, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["NodeLooks", "Stall"]
+__all__ = ["NodeLooks", "Stall", "nodes_to_avoid"]
 
+_DAY_S = 86_400.0
 _STALL, _LOOKS, _VERSION = "stall", "looks of a node", (1, 0)
 
 
@@ -70,6 +72,21 @@ class Stall:
         """Return the stall in a document of `to_bytes`. Raises `WireError`."""
         found: Stall = from_plain(cls, loads(data, kind=_STALL, supported=_VERSION), "a stall")
         return found
+
+
+def nodes_to_avoid(stalls: Iterable[Stall], *, now_s: float) -> dict[str, str]:
+    """Return the nodes that are to be avoided, each with the reason: ranks of theirs had to be ended twice within a day
+    because they held up the job."""
+    ended: dict[str, list[Stall]] = {}
+    for stall in stalls:
+        culprits = {look.node for look in stall.looks if look.rank in stall.verdict.ranks}
+        if stall.acted and stall.began_s > now_s - _DAY_S and len(culprits) == 1:
+            ended.setdefault(culprits.pop(), []).append(stall)
+    found = {node: its for node, its in ended.items() if len(its) > 1}
+    return {
+        node: f"its ranks held up the job {len(its)} times in a day: {its[-1].verdict.reason}"
+        for node, its in found.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

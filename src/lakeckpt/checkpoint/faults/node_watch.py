@@ -23,14 +23,15 @@ from dataclasses import dataclass, replace
 
 from lakeckpt.checkpoint.faults.ending import end_trainer, is_started_again
 from lakeckpt.checkpoint.faults.notes import mates_of, note_at, page_beside
-from lakeckpt.checkpoint.faults.records import habits_of, looks_of, put_habits, put_looks, put_stall
+from lakeckpt.checkpoint.faults.records import habits_of, looks_of, put_habits, put_looks, put_stall, stalls_of
 from lakeckpt.errors import StorageError
 from lakeckpt.lake.storage.base import Storage, describe
+from lakeckpt.watch.avoid import Avoid, put_avoid
 from lakeckpt.watch.beat import Page, read_page
 from lakeckpt.watch.limits import ACT_S, StallLimits
 from lakeckpt.watch.looks import RankLook
 from lakeckpt.watch.rank_looks import look_at
-from lakeckpt.watch.stalls import NodeLooks, Stall
+from lakeckpt.watch.stalls import NodeLooks, Stall, nodes_to_avoid
 from lakeckpt.watch.watcher import POLL_S, Watcher
 
 __all__ = ["Watched", "watch_node"]
@@ -181,8 +182,12 @@ class _Node:
         self._log(f"stall after step {stall.step}: {stall.verdict.reason}")
         if min((look.rank for look in stall.looks), default=0) not in self._watched.here:
             return
+        storage = self._watched.storage
         try:
-            put_stall(self._watched.storage, stall)
+            put_stall(storage, stall)
+            if stall.acted and len(self._watched.here) < self._watched.world:  # else there is no other node to go to
+                for node, why in nodes_to_avoid((one for _, one in stalls_of(storage)), now_s=time.time()).items():
+                    put_avoid(storage, Avoid(node=node, by="lakeckpt watch", at_s=time.time(), reason=why))
         except StorageError as error:
             self._log(f"the stall cannot be written into the run: {error}")
         if not stall.ended_s:
