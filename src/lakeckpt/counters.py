@@ -130,6 +130,9 @@ class RunCounters(Counters):
     waits: Callable[[], Iterable[Any]] = tuple
     """Returns the last waits by site (``site``, ``median_s``, ``share``). Any thread may call it."""
 
+    spent: Callable[[], Mapping[str, float]] = dict
+    """Returns phase → seconds of the training thread in this attempt. Any thread may call it."""
+
     def begin(self, step: int, committed_step: int, restored: Any) -> None:
         """Note where an attempt begins; ``restored`` is the commit that it restored (``created_s``), None: now."""
         self.step, self.committed_step, self.captured_s = step, committed_step, time()

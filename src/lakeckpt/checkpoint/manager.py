@@ -303,7 +303,7 @@ class CheckpointManager(Closing):
         self._counters.begin(done, attempt.recorded, self._report.restored if self._report else None)
         self._uncount = RUNS.follow(self, self._counters)
         self._aftermath.trains(done, self._tracks, objects.values())
-        self._counters.faults = self._aftermath.causes
+        self._counters.faults, self._counters.spent = self._aftermath.causes, self._aftermath.spent
         own = replica_facts(self._saves, self._exchange, self._place)
         return own | sharing_facts(objects, self._tracks, self._exchange.world_size)
 

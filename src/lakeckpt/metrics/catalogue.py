@@ -129,6 +129,14 @@ METRICS: tuple[Metric, ...] = (
         about="Time for which saves, captures and fences have held up the training thread.",
     ),
     Metric(
+        name="lakeckpt_own_seconds_total",
+        kind="counter",
+        labels=("run", "phase"),
+        unit="seconds",
+        about="Time of the training thread in this attempt, by what it does (data, forward, optimizer and others), if "
+        "cuts are captured or a launcher starts the job again. Waits for other ranks are in backward.",
+    ),
+    Metric(
         name="lakeckpt_captures_total",
         kind="counter",
         labels=("run",),

@@ -84,6 +84,8 @@ def _of_newest(one: RunCounters, now_s: float) -> Iterator[tuple[str, tuple[str,
         yield "lakeckpt_protected_age_seconds", (), max(0.0, now_s - one.protected_s)
     for cause in get_args(Cause) if one.rank == 0 else ():
         yield "lakeckpt_faults", (cause,), one.faults.get(cause, 0)
+    for phase, seconds in one.spent().items():
+        yield "lakeckpt_own_seconds_total", (phase,), seconds
     for waits in one.waits():
         yield "lakeckpt_site_wait_seconds", (waits.site,), waits.median_s
         yield "lakeckpt_site_captured_ratio", (waits.site,), waits.share

@@ -319,6 +319,11 @@ class Aftermath:
         if self._beat is not None:
             self._beat.phase(phase)
 
+    def spent(self) -> Mapping[str, float]:
+        """Return phase → seconds of the training thread in this attempt; empty without a page. Any thread may call."""
+        page = None if self._beat is None else read_page(self._beat.path, histories=True)
+        return {} if page is None else {name: seconds for name, seconds in page.spent_s.items() if seconds}
+
     def own_phase(self, name: str) -> None:
         """The training thread begins a phase that the script calls ``name``."""
         if self._beat is not None:
