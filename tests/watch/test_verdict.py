@@ -65,10 +65,27 @@ def test_a_stopped_rank_is_named_and_a_job_that_is_stopped_or_debugged_is_paused
     assert (every.ranks, every.certainty) == (debugged.ranks, debugged.certainty) == ((), "paused")
 
 
+@pytest.mark.parametrize("phase", ["data", "save", "closing"])
+def test_a_wait_of_all_ranks_for_data_and_a_long_save_are_work(phase: str) -> None:
+    odd = {"phase": phase, "threads": in_script(), "process": process(waits="sleep")}
+    verdict = judged({rank: looked(rank, **odd) for rank in range(4)})
+    assert (verdict.ranks, verdict.certainty) == (
+        (0, 1, 2, 3),
+        "works",
+    ) and f"all ranks are in {phase}" in verdict.reason
+    one = judged({rank: looked(rank, **(odd if rank == 1 else {})) for rank in range(4)})
+    assert one.ranks == (1,) and one.certainty != "works"
+
+
+def test_if_all_ranks_do_the_same_outside_of_a_collective_none_of_them_holds_up_the_others() -> None:
+    odd = {"threads": in_script(), "process": process(waits="sleep")}
+    verdict = judged({rank: looked(rank, **odd) for rank in range(4)})
+    assert (verdict.ranks, verdict.kind, verdict.certainty) == ((0, 1, 2, 3), "sleep", "works")
+
+
 def test_a_rank_that_saves_for_the_last_time_has_left_its_loop() -> None:
     verdict = judged(job(_0={"phase": "closing"}))
     assert (verdict.ranks, verdict.kind, verdict.certainty) == ((0,), "out of step", "certain")
-    assert judged({rank: looked(rank, phase="closing") for rank in range(4)}).kind == "network"
 
 
 @pytest.mark.parametrize(

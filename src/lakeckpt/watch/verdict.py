@@ -11,6 +11,8 @@
    are never among them.
 6. If all are in the same collective, the network or its library is at fault, and no rank is blamed.
 
+If all ranks wait for data, save or restore, that may take as long as it takes, and counts as work.
+
 The reason of a rank to stand still comes from its process: a dead child, a disk, a socket, a lock, a loop. A rank whose
 page moved between the looks is never blamed: then nothing stands still, and there is no verdict. The module is pure.
 """
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lakeckpt.watch.beat import COMPUTES
@@ -42,6 +44,9 @@ _LOOP_TICKS = 20
 _SWITCHES, _BYTES = 10, 1 << 16
 """A process that does nothing has fewer switches and moves less between two looks: the looks themselves cost some."""
 _CLOSING = "closing"
+_TIMED = frozenset(("start", "restore", "data", "save", "closing"))
+"""Phases in which all ranks may be at once for as long as it takes: a growing table is waited for, and saves and
+restores have time limits of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,10 @@ def judge(
     if missing := tuple(sorted(set(range(world)) - second.keys())):
         text = f"the node of rank {_named(missing)} says nothing of its ranks, all others wait"
         return StallVerdict(ranks=missing, kind="network", reason=text, certainty="still")
+    phases = {look.phase for look in second.values()}
+    if len(phases) == 1 and phases <= _TIMED:
+        every = _explained(tuple(sorted(second)), f"all ranks are in {phases.pop()}", first, second)
+        return replace(every, certainty="works")
     culprits, why, certainty = _by_collectives(second) or _by_minority(second)
     if not culprits:
         everybody = "all ranks wait in the same collective: the network or its library is at fault"
@@ -80,7 +89,8 @@ def judge(
     if certainty == "certain":
         kind: Kind = "mismatch" if "match" in why else "cycle"
         return StallVerdict(ranks=culprits, kind=kind, reason=why, certainty=certainty)
-    return _explained(culprits, why, first, second)
+    found = _explained(culprits, why, first, second)
+    return found if certainty is None else replace(found, certainty=certainty)
 
 
 def out_of_step(looks: Mapping[int, RankLook]) -> StallVerdict | None:
@@ -203,7 +213,7 @@ def _by_minority(looks: Mapping[int, RankLook]) -> _Found:
         return tuple(sorted(looks.keys() - waiting)), "the others wait in a collective", None
     groups = _groups({rank: (look.phase, *_innermost(look)) for rank, look in looks.items()})
     if len(groups) == 1:
-        return ((), "", "still") if waiting else (tuple(sorted(looks)), "all ranks do the same", None)
+        return ((), "", "still") if waiting else (tuple(sorted(looks)), "all ranks do the same", "works")
     odd = tuple(sorted(rank for group in groups[1:] for rank in group))
     if len(groups[0]) == len(groups[1]):
         odd = tuple(sorted(looks))
