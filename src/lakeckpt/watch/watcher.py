@@ -16,7 +16,7 @@ If `poll` itself comes late, as after the suspension of the machine, all times b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -36,6 +36,8 @@ _STOPPED_S = 10.0
 _GAP_S = 1.0
 _CHECK_S = 2.0
 _MOST_STEPS = 63
+_WHOLE = 16
+"""Of so many culprits and so many others the stacks are kept."""
 _SPARED: frozenset[Phase] = frozenset(("start", "restore", "ended"))
 """Nobody is to blame yet, or any more: ranks wait for each other by turns that have timeouts of their own."""
 
@@ -182,10 +184,16 @@ class Watcher:
             perceived_s=known.perceived_s if known else wall_s,
             acted=acts and self._acts,
             remark=self._why_not if acts and not self._acts else "",
-            looks=looks,
+            looks=_kept(looks, verdict.ranks),
         )
         if known is None or (known.verdict.ranks, known.verdict.kind) != (verdict.ranks, verdict.kind) or stall.acted:
             self._ground.report(stall)
         self._stall = stall
         if stall.acted:
             self._ground.act(stall)
+
+
+def _kept(looks: Sequence[RankLook], culprits: Collection[int]) -> tuple[RankLook, ...]:
+    """Return the evidence of a stall: all that is seen of the culprits and of some others, and of all others little."""
+    whole = {*sorted(culprits)[:_WHOLE], *sorted(look.rank for look in looks)[:_WHOLE]}
+    return tuple(look if look.rank in whole else replace(look, threads=(), taken=(), children=()) for look in looks)

@@ -170,7 +170,7 @@ class _Node:
         with contextlib.suppress(StorageError):
             put_looks(watched.storage, watched.attempt, looks)
             while sum(map(len, found)) < watched.world and time.monotonic() < until_s:
-                for one in looks_of(watched.storage, watched.attempt):
+                for one in looks_of(watched.storage, watched.attempt, known={ranks[0] for ranks in found}):
                     if abs(one.step - looks.step) <= 1:  # else it is of an earlier stall
                         found.setdefault(one.here, one)
                 if self._ends.poll(1000 * _ASK_S):

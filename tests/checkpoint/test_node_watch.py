@@ -1,0 +1,79 @@
+"""The looks of many nodes are joined through the run, and a node that says nothing is named by its ranks."""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+
+import pytest
+
+from lakeckpt.checkpoint.faults import node_watch
+from lakeckpt.checkpoint.faults.notes import page_path
+from lakeckpt.checkpoint.faults.records import habits_of, put_habits, put_looks, put_stall, stalls_of
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.watch.limits import Habits
+from lakeckpt.watch.stalls import NodeLooks, Stall
+from lakeckpt.watch.verdict import StallVerdict, judge
+from tests.watch.made import looked
+
+
+def looks_at(node: int, *, step: int = 12) -> NodeLooks:
+    looks = tuple(looked(rank, node=f"node-{node}", step=step) for rank in (2 * node, 2 * node + 1))
+    return NodeLooks(here=(2 * node, 2 * node + 1), step=step, first=looks, second=looks)
+
+
+def node(storage: LocalStorage, folder: Path, world: int) -> node_watch._Node:
+    watched = node_watch.Watched(
+        storage=storage, attempt=3, world=world, here=(0, 1), page=page_path(str(folder), bytes(16), 3, 0), acts=False
+    )
+    return node_watch._Node(watched, select.poll(), lambda text: None)
+
+
+def test_of_256_nodes_the_one_that_says_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_watch, "_JOIN_S", 0.2)
+    storage = LocalStorage(tmp_path / "run")
+    for number in range(1, 256):
+        if number != 77:
+            put_looks(storage, 3, looks_at(number))
+    put_looks(storage, 2, looks_at(77))  # of another attempt
+    found = node(storage, tmp_path, 512).joined(looks_at(0))
+    assert len(found) == 255
+    verdict = judge(
+        {look.rank: look for one in found for look in one.first},
+        {look.rank: look for one in found for look in one.second},
+        world=512,
+        here={rank for one in found for rank in one.here},
+    )
+    assert verdict is not None and (verdict.ranks, verdict.kind) == ((154, 155), "network")
+
+
+def test_looks_of_an_earlier_stall_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_watch, "_JOIN_S", 0.2)
+    storage = LocalStorage(tmp_path / "run")
+    put_looks(storage, 3, looks_at(1, step=5))
+    put_looks(storage, 3, looks_at(2, step=11))
+    assert sorted(one.here for one in node(storage, tmp_path, 6).joined(looks_at(0))) == [(0, 1), (4, 5)]
+
+
+def test_stalls_and_habits_come_back_from_the_run(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "run")
+    assert habits_of(storage) is None and stalls_of(storage) == []
+    put_habits(storage, Habits(longest_s={"data": 7.0}, step_s=0.5))
+    assert habits_of(storage) == Habits(longest_s={"data": 7.0}, step_s=0.5)
+    verdict = StallVerdict(ranks=(1,), kind="socket", reason="it waits", certainty="still")
+    stall = Stall(attempt=3, verdict=verdict, step=12, began_s=50.0, perceived_s=54.0)
+    path = put_stall(storage, stall)
+    assert stalls_of(storage) == [(path, stall)]
+
+
+def test_one_agent_of_a_node_watches_and_the_next_one_follows_it(tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    page.touch()
+    first = node_watch._locked(str(page))
+    assert first is not None and node_watch._locked(str(page)) is None
+    os.close(first)
+    second = node_watch._locked(str(page))
+    assert second is not None
+    os.close(second)
+    assert node_watch._locked(str(tmp_path / "none")) is None
