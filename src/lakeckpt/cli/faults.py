@@ -82,7 +82,8 @@ def _remedies(faults: list[Fault]) -> TextTable:
     table = TextTable(">attempt", "because", "restart", "what to do", title="\nCauses and remedies")
     for one in faults:
         says = one.first.explicit
-        rest = (says.restart, says.remedy) if says else ("-", "no row knows it: see --unknown")
+        unknown = "the stall below says why" if one.first.cause == "hang" else "no row knows it: see --unknown"
+        rest = (says.restart, says.remedy) if says else ("-", unknown)
         table.add_row(one.first.attempt, one.first.because, *rest)
     return table
 

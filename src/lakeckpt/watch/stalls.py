@@ -33,7 +33,7 @@ class Stall:
     began_s: float
     perceived_s: float
     ended_s: float = 0.0
-    """When a rank moved again; 0: none has, as far as is known."""
+    """When a rank moved again, or all were killed; 0: neither, as far as is known."""
     acted: bool = False
     """The ranks were killed, so that the launcher starts the job again."""
     remark: str = ""

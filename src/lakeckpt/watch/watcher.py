@@ -182,6 +182,7 @@ class Watcher:
             step=max((look.step for look in looks), default=0),
             began_s=known.began_s if known else wall_s - (now_s - since_s),
             perceived_s=known.perceived_s if known else wall_s,
+            ended_s=wall_s if acts and self._acts else 0.0,
             acted=acts and self._acts,
             remark=self._why_not if acts and not self._acts else "",
             looks=_kept(looks, verdict.ranks),

@@ -190,7 +190,7 @@ class _Node:
                     put_avoid(storage, Avoid(node=node, by="lakeckpt watch", at_s=time.time(), reason=why))
         except StorageError as error:
             self._log(f"the stall cannot be written into the run: {error}")
-        if not stall.ended_s:
+        if stall.acted or not stall.ended_s:
             self._say(stall)
 
     def _say(self, stall: Stall) -> None:

@@ -133,7 +133,7 @@ def faults_of(storage: Storage, history: History, table: FaultTable | None = Non
     entries: list[Manifest | Restored] = [*history.chain, *history.abandoned, *history.restores]
     times = [one.created_s for one in (*entries, *history.begins)] + [one.first.at_s for one in faults]
     elapsed_s = max(times) - min(times) if times else 0.0
-    stalled_s = sum(one.length_s for _, one in stalls_of(storage) if one.ended_s)
+    stalled_s = sum(one.length_s for _, one in stalls_of(storage) if one.ended_s and not one.acted)
     return faults, account_of(faults, elapsed_s=elapsed_s, stalled_s=stalled_s)
 
 
