@@ -57,7 +57,7 @@ class Marks:
         models = [one for one in found if isinstance(one, nn.Module)]
         inner = {id(part) for model in models for part in model.modules() if part is not model}
         for model in models:
-            if id(model) not in inner:
+            if id(model) not in inner and not isinstance(model, torch.jit.ScriptModule):  # that one takes no hooks
                 self._handles.append(model.register_forward_pre_hook(_Hook(beat, "forward", trains=True)))
                 self._handles.append(model.register_forward_hook(_Hook(beat, "backward", trains=True)))
         for one in found:
