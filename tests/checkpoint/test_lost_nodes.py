@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,28 +75,33 @@ def test_what_a_lost_rank_had_of_its_own_is_no_replica_and_the_report_says_so(tm
         )
 
 
-def copied(storage: MemoryStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each of the nodes a and b keep a copy of the newest share of the other one's rank."""
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str = "ab") -> None:
+    """Let each of two nodes keep a copy of the newest share of the other one's rank; more nodes keep parity."""
     monkeypatch.setattr(copies, "_SPARED_CUTS", 0)
-    folders = [ArenaFolder(tmp_path / name) for name in "ab"]
-    for rank, (own, keeper) in enumerate([folders, folders[::-1]]):
-        (identity,) = [one.identity for one in own.found() if one.identity and one.identity.kind == "own"]
-        server = ShareServer(keeper, "127.0.0.1")
-        server.admit(bytes(32), identity.run)
-        note = NodeNote(node="", address=server.address, key=bytes(32))
-        keeping = Keeping(keeper=1 - rank, here=(rank,), keeps=(1 - rank,), every_s=0.0, capture_every=1)
+    monkeypatch.setattr(copies, "_MEASURED", 0)
+    folders, ranks = [ArenaFolder(tmp_path / name) for name in names], range(len(names))
+    identities = [one.identity for folder in folders for one in folder.found() if one.identity]
+    servers = [ShareServer(folder, "127.0.0.1") for folder in folders]
+    for server in servers:
+        server.admit(bytes(32), identities[0].run)
+    notes = [NodeNote(node="", address=server.address, key=bytes(32)) for server in servers]
+
+    def send(rank: int) -> None:
+        others = (*ranks[rank + 1 :], *ranks[:rank])
+        own, more = {"here": (rank,), "keeps": others, "every_s": 0.0, "capture_every": 1}, {}
+        if len(names) > 2:
+            more = {"members": tuple(ranks), "parity_of": others}
+        keeping = Keeping(keepers=others, **own, **more)
+        log, now = pytest.fail, time.monotonic
         sender = CopySender(
-            own,
-            identity,
-            0,
-            keeping,
-            note=partial(lambda one: one, note),
-            agree=lambda stride: 1,
-            now=lambda: 0.0,
-            log=pytest.fail,
+            folders[rank], identities[rank], 0, keeping, note=notes.__getitem__, agree=lambda _: 1, now=now, log=log
         )
         assert sender.look() == CutId(attempt=0, step=STEPS)
         sender.close()
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(send, ranks))
+    for server in servers:
         server.close()
 
 
@@ -105,12 +111,26 @@ def test_what_only_a_lost_node_held_is_read_from_its_copy(
 ) -> None:
     storage, options = Watched(), {"own": True, "in_step": True}
     before = job(storage, [tmp_path / "a", tmp_path / "b"], steps=STEPS, seed=0, saves_at=2, **options)
-    copied(storage, tmp_path, monkeypatch)
+    copied(tmp_path, monkeypatch)
     found = job(storage, [tmp_path / name for name in after], steps=1, seed=9, **options)
     assert [one.step for one in found] == [STEPS] * len(after) and storage.reads == []
     assert [one.restored for one in found] == [before[rank % 2].reached for rank in range(len(after))]
     assert all(one.report is not None and one.report.checked for one in found)
     assert [one.report is not None and one.report.derived_random for one in found[:2]] == [False] * len(found[:2])
+
+
+@pytest.mark.parametrize("after", [("a", "d", "c"), ("c", "a", "d"), ("a", "c"), ("a", "c", "d", "e")])
+def test_what_only_a_lost_node_held_is_computed_from_parity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: tuple[str, ...]
+) -> None:
+    storage, options = Watched(), {"own": True, "in_step": True}
+    before = job(storage, [tmp_path / name for name in "abc"], steps=STEPS, seed=0, saves_at=2, **options)
+    copied(tmp_path, monkeypatch, "abc")
+    found = job(storage, [tmp_path / name for name in after], steps=1, seed=9, **options)
+    assert [one.step for one in found] == [STEPS] * len(after) and storage.reads == []
+    assert [one.restored for one in found] == [before[rank % 3].reached for rank in range(len(after))]
+    assert all(one.report is not None and one.report.checked for one in found)
+    assert [one.report is not None and one.report.derived_random for one in found[:3]] == [False] * len(found[:3])
 
 
 @pytest.mark.parametrize("after", [("a", "c"), ("c", "a")])
@@ -119,7 +139,7 @@ def test_the_random_states_of_a_lost_rank_are_read_from_the_node_that_keeps_its_
 ) -> None:
     storage = Watched()
     job(storage, [tmp_path / "a", tmp_path / "b"], steps=STEPS, seed=0, saves_at=2, in_step=True)
-    copied(storage, tmp_path, monkeypatch)
+    copied(tmp_path, monkeypatch)
     found = job(storage, [tmp_path / name for name in after], steps=1, seed=9, in_step=True)
     assert [one.step for one in found] == [STEPS] * 2 and storage.reads == []
     assert [one.report is not None and one.report.derived_random for one in found] == [False, False]
@@ -130,7 +150,7 @@ def test_a_share_that_is_damaged_on_its_own_node_is_read_from_its_copy(
 ) -> None:
     storage, nodes, options = Watched(), [tmp_path / "a", tmp_path / "b"], {"own": True, "in_step": True}
     before = job(storage, nodes, steps=STEPS, seed=0, saves_at=2, **options)
-    copied(storage, tmp_path, monkeypatch)
+    copied(tmp_path, monkeypatch)
     kept = [one.name for one in ArenaFolder(tmp_path / "a").found() if one.identity and one.identity.kind == "copy"]
     aside = (tmp_path / "a" / kept[0]).rename(tmp_path / "aside")
     damaged(tmp_path / "a")

@@ -28,11 +28,11 @@ def nodes() -> Iterator[tuple[Node, Node]]:
         yield pair
 
 
-def own(job: ClusterJob, memory: str) -> dict[str, str]:
-    """The environment of a node whose memory is the folder of this name."""
+def own(job: ClusterJob, memory: str, peers: str = "copy") -> dict[str, str]:
+    """The environment of a node whose memory is the folder of this name. ``peers``: what nodes keep under FSDP."""
     given: dict[str, object] = {"capture_every": 1, "persist_every": 5, "arenas": str(job.folder / memory)}
     if "FSDP" in job.environment:
-        given |= {"peers": "copy", "peers_every_s": 0.0, "persist_every": 1000}
+        given |= {"peers": peers, "peers_every_s": 0.0, "persist_every": 1000}
     return {"MANAGER": json.dumps(given)}
 
 
@@ -96,27 +96,27 @@ def test_a_node_that_is_cut_off_is_perceived_by_the_agent_of_another_node_which_
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("lost", [(3,), (1, 3)])
-def test_of_four_nodes_one_is_restored_from_its_copies_and_two_of_a_pair_from_storage(
-    tmp_path: Path, lost: tuple[int, ...]
+@pytest.mark.parametrize(("peers", "lost"), [("copy", (3,)), ("copy", (1, 3)), ("3+1", (3,)), ("3+1", (2, 3))])
+def test_of_four_nodes_one_is_restored_from_the_others_and_two_of_a_group_from_storage(
+    tmp_path: Path, peers: str, lost: tuple[int, ...]
 ) -> None:
     job = ClusterJob(tmp_path / "job")
     job.environment["FSDP"] = "1"
     with several_nodes(4) as nodes:
         for number, node in enumerate(nodes):
-            start(node, nodes, job, count="4", own=own(job, f"memory-{number}"))
+            start(node, nodes, job, count="4", own=own(job, f"memory-{number}", peers))
         job.wait_for_steps(20)
         for number in lost:
             nodes[number].kill()
             shutil.rmtree(job.folder / f"memory-{number}")
         job.hurry()
         for number in lost:
-            start(nodes[number], nodes, job, count="4", own=own(job, f"fresh-{number}"))
+            start(nodes[number], nodes, job, count="4", own=own(job, f"fresh-{number}", peers))
         wait(lambda: all(node.statuses()[-1] is not None for node in nodes), job.text)
         assert [node.statuses()[-1] for node in nodes] == [0] * 4, job.text()
     job.check_every_row_counted_once(attempts=2)
     if len(lost) == 1:
-        report("one of four nodes", job)
+        report(f"one of four nodes, {peers}", job)
         return
     after = [one for one in map(json.loads, (job.folder / "restored.jsonl").read_text().splitlines()) if one["attempt"]]
     assert [one["captured"] for one in after] == [None] * 4

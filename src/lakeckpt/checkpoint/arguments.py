@@ -11,6 +11,7 @@ from typing import Any
 from lakeckpt.checkpoint.consumed.steps_used import check_steps
 from lakeckpt.checkpoint.copying.backups import Backup
 from lakeckpt.checkpoint.format.parts import RANDOM, SHARING
+from lakeckpt.checkpoint.peers.grouping import Copying
 from lakeckpt.errors import ConfigError
 from lakeckpt.tracking.readers import reader_of
 
@@ -146,23 +147,21 @@ def check_capturing(
         )
 
 
-def checked_peers(peers: object, peers_every_s: object, capture_every: object) -> tuple[float, int] | None:
-    """Return every how many seconds nodes copy shares, and ``capture_every``; None if they keep none. `ConfigError` for
-    the first argument that is not valid."""
+def checked_peers(peers: object, peers_every_s: object, capture_every: object) -> Copying | None:
+    """Return what nodes keep of each other's shares; None: nothing. `ConfigError` for the first argument that is not
+    valid."""
     if isinstance(peers_every_s, bool) or not isinstance(peers_every_s, (int, float)) or not 0 <= peers_every_s < 1e9:
         raise ConfigError(f"peers_every_s is a number of seconds from 0 on, got {peers_every_s!r}")
     if peers is None or peers is False:
         return None
-    if peers == "3+1":
-        raise ConfigError('peers="3+1" is not made yet: parity of shares. Give peers="copy", which keeps whole copies')
-    if peers != "copy":
+    if peers not in ("copy", "3+1"):
         raise ConfigError(
-            f'peers is None (nodes read from each other\'s memory what they lack), "copy" (they also keep copies of '
-            f"each other's shares) or False (they open no socket), got {peers!r}"
+            f'peers is None (nodes read from each other\'s memory what they lack), "copy" or "3+1" (they also keep '
+            f"copies or parity of each other's shares) or False (they open no socket), got {peers!r}"
         )
     if not isinstance(capture_every, int):
         raise ConfigError(
-            'peers="copy" needs capture_every=: agents copy what was captured. Without captures nothing is in memory '
-            "that a lost node could take with it"
+            f'peers="{peers}" needs capture_every=: agents copy what was captured. Without captures nothing is in '
+            "memory that a lost node could take with it"
         )
-    return float(peers_every_s), capture_every
+    return Copying(mode="3+1" if peers == "3+1" else "copy", every_s=float(peers_every_s), capture_every=capture_every)

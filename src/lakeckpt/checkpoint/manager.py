@@ -78,8 +78,9 @@ class CheckpointManager(Closing):
         arenas: the folder where captures lie; default: this user's own in ``/dev/shm``. On a disk, it takes no memory.
         peers: None: while a job of several nodes restores, its nodes read from each other's memory what they lack
             (docs/how-to/several-nodes.md); later agents ask other nodes whether they are there. ``"copy"``: agents also
-            copy what only one node holds to another one (docs/how-to/recovery.md). False: no sockets.
-        peers_every_s: with ``peers="copy"``, shares are copied about every so many seconds.
+            copy what only one node holds to another one. ``"3+1"``: four nodes keep parity of it, which takes a third
+            of that memory (docs/how-to/recovery.md). False: no sockets.
+        peers_every_s: with ``peers="copy"`` or ``"3+1"``, shares are copied about every so many seconds.
         perceive: with ``capture_every``, a rank that is stuck after another rank of its node has died, or another
             node was lost, is killed, so that the launcher acts (docs/how-to/faults.md). False: it is left alone.
         watch: with ``capture_every`` and several ranks, what agents do if all ranks stand still (docs/how-to/hangs.md):
@@ -125,7 +126,7 @@ class CheckpointManager(Closing):
         persist_every: int | timedelta | None = None,
         capture_every: int | None = None,
         arenas: str | PathLike[str] | None = None,
-        peers: Literal["copy", False] | None = None,
+        peers: Literal["copy", "3+1", False] | None = None,
         peers_every_s: float = 10.0,
         perceive: bool = True,
         watch: Literal["report", "restart"] | None = "report",

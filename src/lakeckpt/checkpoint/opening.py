@@ -28,7 +28,7 @@ from lakeckpt.checkpoint.capture.fence import owners
 from lakeckpt.checkpoint.capture.state_watch import estimated_bytes
 from lakeckpt.checkpoint.consumed.tracks import Journal, ReaderTrack
 from lakeckpt.checkpoint.copying.backups import Backup
-from lakeckpt.checkpoint.peers.grouping import keeping_of, node_facts
+from lakeckpt.checkpoint.peers.grouping import Copying, keeping_of, node_facts
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.publish import Publisher, Settings
 from lakeckpt.checkpoint.sync_save import Saver
@@ -46,17 +46,17 @@ __all__ = ["Place", "open_saves", "opened", "place_of", "replica_facts", "settle
 
 
 _LOG = logging.getLogger("lakeckpt")
-_WITH_COPIES, _COPIES = 6, 2
-"""How many generations an arena has if other nodes keep copies; and how many copies a node keeps of a share."""
+_WITH_COPIES, _COPIES, _PARITY = 6, 2, 2 / 3
+"""How many generations an arena has if other nodes keep copies; how many copies a node keeps of a share; and as how
+many generations two slots of parity of four nodes count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a run lies: ``storage``, and how another process opens it; where its captures lie, ``arenas``; and which
     ``backups`` are made of it. ``perceives``: agents end trainers that are stuck after a death; and after the loss of a
-    node, if ``serves``: agents of several nodes may talk to each other. ``copies``: every how many seconds they
-    copy shares, and every how many steps a cut is captured; None: they copy none. ``watch``: what agents do about
-    ranks that stand still."""
+    node, if ``serves``: agents of several nodes may talk to each other. ``copies``: what nodes keep of each
+    other's shares; None: nothing. ``watch``: what agents do about ranks that stand still."""
 
     storage: Storage
     uri: str
@@ -65,7 +65,7 @@ class Place:
     backups: tuple[Backup, ...] = ()
     perceives: bool = True
     serves: bool = True
-    copies: tuple[float, int] | None = None
+    copies: Copying | None = None
     watch: str | None = None
 
 
@@ -86,7 +86,7 @@ def place_of(
     backups: Collection[Backup] = (),
     perceives: bool = True,
     serves: bool = True,
-    copies: tuple[float, int] | None = None,
+    copies: Copying | None = None,
     watch: str | None = None,
 ) -> Place:
     """Return where a run lies that the user has named by ``uri``. `ConfigError` if another process cannot open it."""
@@ -271,39 +271,39 @@ def settle(
     digest = digest_of_run(attempt.run, place.storage)
     identity = identity_of(digest, rank=exchange.rank, world_size=exchange.world_size)
     state_bytes = estimated_bytes(saves.engine.objects.values()) // (1 if division is None else division.count)
-    _say_memory(state_bytes, place.arenas, identity, exchange, copies=place.copies is not None)
+    _say_memory(state_bytes, place.arenas, identity, exchange, place.copies)
     if place.copies is not None:
         counters.copies = True
-        every_s, capture_every = place.copies
-        keeping, warning = keeping_of(tally, exchange.neighbours, every_s=every_s, capture_every=capture_every)
+        keeping, warning = keeping_of(tally, exchange.neighbours, exchange.rank, place.copies)
         if warning and exchange.rank == exchange.neighbours[0]:
-            _LOG.warning('peers="copy": %s', warning)
+            _LOG.warning('peers="%s": %s', place.copies.mode, warning)
         if keeping is not None:
             saves.agent.copy(keeping, counters.protected)
 
 
 def _say_memory(
-    state_bytes: int, folder: ArenaFolder, identity: ArenaIdentity, exchange: Exchange, *, copies: bool = False
+    state_bytes: int, folder: ArenaFolder, identity: ArenaIdentity, exchange: Exchange, copies: Copying | None
 ) -> None:
     """Say on one rank of each node how much memory captures take there: a warning if it is not there. ``state_bytes``:
-    what a rank is expected to capture. ``copies``: the node keeps two of as many ranks of another node."""
-    ranks, generations = exchange.neighbours, _generations(exchange, copies)
+    what a rank is expected to capture. ``copies``: the node keeps two of as many ranks of another node, or parity."""
+    ranks, generations = exchange.neighbours, _generations(exchange, copies is not None)
     if exchange.rank != ranks[0]:
         return
     every = (one.size_bytes for one in folder.found() if one.identity is not None and _is_like(one.identity, identity))
     state_bytes = max(every, default=0) // generations or state_bytes
-    count = generations + (_COPIES if generations == _WITH_COPIES else 0)
-    size_bytes = count * state_bytes
+    is_kept = copies is not None and generations == _WITH_COPIES
+    count = generations + (0 if not is_kept else _PARITY if copies is not None and copies.mode == "3+1" else _COPIES)
+    size_bytes = int(count * state_bytes)
     room_bytes = folder.room_bytes(identity.run)
     _LOG.log(
         logging.INFO if len(ranks) * size_bytes <= room_bytes else logging.WARNING,
-        "captures of %s take about %.2f GiB of this node's memory, %d generations of %.2f GiB for each rank%s; "
+        "captures of %s take about %.2f GiB of this node's memory, %.3g generations of %.2f GiB for each rank%s; "
         "%.2f GiB are there in %s",
         name_ranks(ranks_of(ranks)),
         len(ranks) * size_bytes / 2**30,
         count,
         state_bytes / 2**30,
-        " with the copies for another node" if count > generations else "",
+        " with what this node keeps of other nodes" if count > generations else "",
         room_bytes / 2**30,
         folder.path,
     )

@@ -137,7 +137,7 @@ def _rank_of(one: Mapping[str, Any]) -> str:
     """Return whose share an arena holds, and how it came here if it was captured on another node."""
     if one["rank"] is None:
         return "?"
-    kind = {"copy": "a copy of ", "documents": "documents of "}.get(one["kind"], "")
+    kind = {"copy": "a copy of ", "documents": "documents of ", "parity": "parity at "}.get(one["kind"], "")
     return f"{kind}{one['rank']} of {one['world_size']}"
 
 

@@ -154,7 +154,7 @@ METRICS: tuple[Metric, ...] = (
         kind="gauge",
         labels=("run",),
         about="1 if what this rank captured of a cut of this attempt lies on another node, too; 0 if none does. With "
-        'peers="copy" only.',
+        'peers="copy" or "3+1" only.',
     ),
     Metric(
         name="lakeckpt_protected_age_seconds",

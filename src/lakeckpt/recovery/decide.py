@@ -8,7 +8,8 @@
 2. Else it reads a share of the same id on its node; else its own share, or one of the same id, from another node, if
    that node has an address. Random states are a rank's own: a rank reads them from the node that has its own share; if
    no node has it, another one may have kept its documents; else the rank derives them, as a new rank does.
-3. In a job of another number of ranks, each rank reads of all shares what it needs. Shares of the same id stand for
+3. A share that no node holds is computed from the parity of a group of nodes and from the shares of the other members.
+4. In a job of another number of ranks, each rank reads of all shares what it needs. Shares of the same id stand for
    each other.
 
 A share that no node holds is no loss if one of the same id is held: the list of shares that a cut names says so
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lakeckpt.recovery.facts import CutId, Holding, NodeFacts
@@ -41,10 +42,16 @@ another rank's share, learn where their own lies. Each rank reads the whole deci
 @as_row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a share is read: the share that ``rank`` has captured, from the node at ``address``; empty: this node."""
+    """Where a share is read: the share that ``rank`` has captured, from the node at ``address``; empty: this node.
+
+    If there are ``members``, it is computed: member n of the group is a rank whose own share lies at the address n of
+    ``addresses``, with the parity that is kept there (`lakeckpt.checkpoint.peers.rebuilt`).
+    """
 
     rank: Count
     address: str = ""
+    members: tuple[Count, ...] = ()
+    addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,9 +182,12 @@ class _Shares:
         self._world, self._nodes = world, nodes
         self._on: list[dict[int, bytes]] = [{} for _ in nodes]
         self._documents: dict[int, int] = {}  # rank → the node that has the documents of its share
+        self._parity: dict[tuple[int, ...], dict[int, int]] = {}  # a group's ranks → of which parity lies on which node
         for at, one in held:
             if one.documents:
                 self._documents |= dict.fromkeys(one.ranks, at)
+            elif one.members:
+                self._parity.setdefault(one.members, {}).update(dict.fromkeys(one.ranks, at))
             else:
                 self._on[at].update(one.by_rank)
         self._is_divided = any(one.divided for _, one in held)
@@ -190,13 +200,16 @@ class _Shares:
         keys = set(self._keys.values())
         is_alike = len(keys) == 1 and (world > 1 or not isinstance(next(iter(keys)), int))
         self._is_alike = is_alike and not self._is_divided
+        self._computed = {self._keys[one.rank]: one for one in self._from_parity() if one.rank in self._keys}
 
     def read_by(self, world_size: int) -> Decision | str:
         """Return how all of ``world_size`` ranks read these shares; or why some rank cannot."""
-        if lost := [rank for rank in range(self._world) if self._keys[rank] not in self._holders]:
+        known = self._holders.keys() | self._computed.keys()
+        if lost := [rank for rank in range(self._world) if self._keys[rank] not in known]:
             return f"no node holds what {_named(lost)} captured, and no replica of it is known"
         is_same = world_size == self._world and not self._is_divided
-        first = {key: several[0][1] for key, several in self._holders.items()}
+        first = {key: one.rank for key, one in self._computed.items()}
+        first |= {key: several[0][1] for key, several in self._holders.items()}
         copies = {} if is_same or self._is_alike else {rank: first[key] for rank, key in self._keys.items()}
         away: dict[int, tuple[Source, ...]] = {}
         spares = self._spares() if self._is_alike else ()
@@ -241,6 +254,16 @@ class _Shares:
             documents=documents,
         )
 
+    def _from_parity(self) -> Iterator[Source]:
+        """Yield the shares that no node holds, and that can be computed: all other members of the group are there."""
+        for members, parity in self._parity.items():
+            absent = [rank for rank in members if rank not in parity or rank not in self._on[parity[rank]]]
+            addresses = [self._nodes[parity[rank]].address if rank in parity else "" for rank in members]
+            if len(absent) == 1 and self._keys.get(absent[0]) not in self._holders:
+                there = [at for rank, at in zip(members, addresses, strict=True) if rank not in absent]
+                if all(there):
+                    yield Source(rank=absent[0], members=members, addresses=tuple(addresses))
+
     def _owners(self) -> dict[int, tuple[Source, ...]]:
         """Return rank → a node that serves what the rank has captured itself."""
         addresses = [node.address for node in self._nodes]
@@ -253,10 +276,10 @@ class _Shares:
 
     def _sources(self, share: int, reader: int) -> tuple[Source, ...]:
         """Return which other nodes serve a share to the node ``reader``: the share itself first, then the nearest."""
-        holders = sorted(
-            self._holders[self._keys[share]], key=lambda one: (one[1] != share, (one[0] - reader) % len(self._nodes))
-        )
-        return tuple(self._served(holders)[:_MOST_SOURCES])
+        every, count = self._holders.get(self._keys[share], []), len(self._nodes)
+        holders = sorted(every, key=lambda one: (one[1] != share, (one[0] - reader) % count))
+        computed = self._computed.get(self._keys[share])
+        return (*self._served(holders)[:_MOST_SOURCES], *([] if computed is None else [computed]))
 
     def _copies(self, share: int, reader: int) -> tuple[Source, ...]:
         """Return which other nodes serve a copy of a share that the node ``reader`` holds itself: it may be damaged

@@ -57,7 +57,8 @@ class Holding:
     ``ranks``; equal ids are of equal contents, but for random states. Empty: all are `UNKNOWN`. ``listed``: the digest
     of the `ShareList` that the shares name; its ids then count. Empty: they name none. ``divided``: the replicas of
     each node have divided the state, and a restore needs all shares of it. ``documents``: only the documents of these
-    shares lie here, without their tensors: the random states of these ranks.
+    shares lie here, without their tensors: the random states of these ranks. ``members``: no share lies here, but the
+    parity that the node of the one rank keeps of the shares of the other ranks named (`lakeckpt.recovery.placement`).
     """
 
     cut: CutId
@@ -68,6 +69,12 @@ class Holding:
     listed: bytes = b""
     divided: bool = False
     documents: bool = False
+    members: tuple[int, ...] = ()
+
+    @property
+    def has_shares(self) -> bool:
+        """True if the shares of the ranks lie here, with their tensors."""
+        return not self.documents and not self.members
 
     @property
     def by_rank(self) -> dict[int, bytes]:

@@ -19,7 +19,7 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.holdings import held_share, holdings_in, remove_copies
 from lakeckpt.checkpoint.format.parts import RANDOM
 from lakeckpt.checkpoint.peers.copies import CopySender
-from lakeckpt.checkpoint.peers.grouping import Keeping, keeping_of, node_facts
+from lakeckpt.checkpoint.peers.grouping import Copying, Keeping, keeping_of, node_facts
 from lakeckpt.checkpoint.peers.next_node import NodeNote, agreed_stride, connected_to
 from lakeckpt.checkpoint.peers.serve import ShareServer, sizes_of
 from lakeckpt.checkpoint.peers.wire import NoShare, PutShare, ShareTaken, receive, send
@@ -30,7 +30,8 @@ from lakeckpt.tracking.tally import Tally
 from tests.checkpoint.agent.rig import DIGEST, content, fill, make_arena
 from tests.checkpoint.peers.nodes import KEY
 
-KEEPING = Keeping(keeper=2, here=(0, 1), keeps=(), every_s=0.0, capture_every=1)
+KEEPING = Keeping(keepers=(2,), here=(0, 1), keeps=(), every_s=0.0, capture_every=1)
+COPYING = Copying(mode="copy", every_s=5.0, capture_every=1)
 IDENTITY = identity_of(DIGEST, rank=1, world_size=4)
 COPY = replace(IDENTITY, kind="copy")
 
@@ -57,7 +58,7 @@ class Keeper:
             IDENTITY,
             0,
             keeping,
-            note=lambda: NodeNote(node="keeper", address=self.server.address, key=KEY),
+            note=lambda keeper: NodeNote(node="keeper", address=self.server.address, key=KEY),
             agree=lambda own: self.stride,
             now=lambda: self.now,
             log=self.logged.append,
@@ -315,7 +316,7 @@ def test_the_loss_of_a_node_leaves_a_cut_of_which_all_shares_are_held_whenever_i
 # --- who keeps what
 
 
-def nodes(*several: tuple[str, str, list[int]]) -> Tally:
+def stated(*several: tuple[str, str, list[int]]) -> Tally:
     facts: dict[int, dict[str, str]] = {}
     for address, domain, ranks in several:
         for rank in ranks:
@@ -328,20 +329,21 @@ def nodes(*several: tuple[str, str, list[int]]) -> Tally:
 def test_the_keeper_lies_in_another_domain_and_is_the_same_however_ranks_are_dealt() -> None:
     for ranks in ([[0, 1], [2, 3], [4, 5], [6, 7]], [[4, 5], [6, 7], [0, 1], [2, 3]]):
         a, b, c, d = ranks
-        tally = nodes(("a", "left", a), ("b", "left", b), ("c", "right", c), ("d", "right", d))
+        tally = stated(("a", "left", a), ("b", "left", b), ("c", "right", c), ("d", "right", d))
         for own, keeper, keeps in ((a, c, c), (b, d, d), (c, a, a), (d, b, b)):
-            found, warning = keeping_of(tally, own, every_s=5.0, capture_every=2)
-            assert found is not None and (found.keeper, list(found.keeps)) == (keeper[0], keeps) and not warning
+            found, warning = keeping_of(tally, own, own[1], COPYING)
+            assert found is not None and not warning
+            assert (found.keepers, list(found.keeps)) == ((keeper[0],), keeps)
 
 
 def test_a_node_that_is_alone_is_unprotected_and_is_told_so() -> None:
-    found, warning = keeping_of(nodes(("a", "", [0, 1])), [0, 1], every_s=5.0, capture_every=1)
+    found, warning = keeping_of(stated(("a", "", [0, 1])), [0, 1], 0, COPYING)
     assert found is None and warning.startswith("unprotected: the node ")
-    found, warning = keeping_of(Tally.of([{}, {}]), [0, 1], every_s=5.0, capture_every=1)
+    found, warning = keeping_of(Tally.of([{}, {}]), [0, 1], 0, COPYING)
     assert found is None and warning.startswith("unprotected: ")
 
 
 def test_nodes_of_one_domain_keep_copies_and_are_told_what_they_do_not_outlive() -> None:
-    tally = nodes(("a", "left", [0]), ("b", "left", [1]))
-    found, warning = keeping_of(tally, [0], every_s=5.0, capture_every=1)
+    tally = stated(("a", "left", [0]), ("b", "left", [1]))
+    found, warning = keeping_of(tally, [0], 0, COPYING)
     assert found is not None and "are not protected against the loss of all of left" in warning

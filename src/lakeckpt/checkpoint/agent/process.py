@@ -174,14 +174,14 @@ def _copy(
     log: Callable[[str], None],
     keeping: Keeping,
 ) -> None:
-    """Begin to send copies of the share of this rank to the node that keeps them."""
+    """Begin to send copies of the share of this rank, or pieces of it, to the nodes that keep them."""
     folder, attempt = ArenaFolder(begin.arenas), begin.attempt.number
     sender = CopySender(
         folder,
         identity,
         attempt,
         keeping,
-        note=partial(node_note, storage, attempt, keeping.keeper),
+        note=partial(node_note, storage, attempt),
         agree=partial(agreed_stride, storage, attempt, begin.rank),
         now=time.monotonic,
         log=log,
@@ -194,7 +194,7 @@ def _copy(
         report(Protected(step=cut.step, at_s=time.time()))
         if not is_tidy:
             is_tidy = True
-            remove_copies(folder, begin.digest, but=keeping.keeps)
+            remove_copies(folder, begin.digest, but=keeping.keeps, parity=keeping.here if keeping.members else ())
 
     if trainer >= 0:
         start_copying(sender, trainer, report=protected, log=log)

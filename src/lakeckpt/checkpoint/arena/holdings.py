@@ -39,22 +39,24 @@ def holdings_in(
     ``ranks`` of ``world_size`` run here now: the ids of shares are computed if others have captured them; 0: they are
     not computed. Raises `ArenaError` if the arenas cannot be looked at.
     """
-    found: defaultdict[tuple[CutId, bytes, int, bytes, bool], dict[int, ArenaInfo]] = defaultdict(dict)
+    found: defaultdict[tuple[CutId, bytes, int, bytes, bool, tuple[int, ...]], dict[int, ArenaInfo]] = defaultdict(dict)
     whose: set[int] = set()  # the ranks of a job of as many ranks that have arenas here
     for info in folder.found():
         if info.identity is not None and info.identity.run.startswith(run):
             is_whose = (info.identity.world, info.identity.kind) == (world_size, "own")
             whose |= {info.identity.rank} if is_whose else set()
+            is_paper, members = info.identity.kind == "documents", info.identity.members
             for cut, digest in info.cuts.items():
-                is_paper = info.identity.kind == "documents"
-                arenas = found[cut, digest, info.identity.world, info.listed.get(cut, b""), is_paper]
+                arenas = found[cut, digest, info.identity.world, info.listed.get(cut, b""), is_paper, members]
                 if info.identity.kind == "own" or info.identity.rank not in arenas:
                     arenas[info.identity.rank] = info
     every = []
-    for (cut, digest, world, listed, is_paper), arenas in sorted(
+    for (cut, digest, world, listed, is_paper, members), arenas in sorted(
         found.items(), key=lambda one: one[0][0].age, reverse=True
     ):
-        is_own = is_paper or listed or not world_size or (world == world_size and whose == set(ranks))
+        is_own = (
+            is_paper or bool(members) or bool(listed) or not world_size or (world == world_size and whose == set(ranks))
+        )
         shares = b"" if is_own else b"".join(_share_id(folder, arenas[rank], cut) for rank in sorted(arenas))
         ranks_here = tuple(sorted(arenas))
         divided = any(cut in info.divided for info in arenas.values())
@@ -68,6 +70,7 @@ def holdings_in(
                 listed=listed,
                 divided=divided,
                 documents=is_paper,
+                members=members,
             )
         )
     return tuple(every)
@@ -79,7 +82,7 @@ def lists_in(folder: ArenaFolder, run: bytes, holdings: Iterable[Holding]) -> tu
     found: dict[bytes, bytes] = {}
     for one in holdings:
         for rank in one.ranks:
-            if one.listed and one.listed not in found:
+            if one.listed and not one.members and one.listed not in found:
                 identity = ArenaIdentity(run=run, rank=rank, world=one.world)
                 with contextlib.suppress(ArenaError), held_share(folder, identity, one.cut, one.digest) as held:
                     if held is not None:
@@ -135,11 +138,13 @@ def remove_other_worlds(folder: ArenaFolder, identity: ArenaIdentity) -> bool:
     return bool(found)
 
 
-def remove_copies(folder: ArenaFolder, run: bytes, *, but: Collection[int] = ()) -> None:
-    """Remove the copies here of what ranks of the run with this digest have captured, ``but`` of these ranks. Copies
-    that are under way stay."""
+def remove_copies(folder: ArenaFolder, run: bytes, *, but: Collection[int] = (), parity: Collection[int] = ()) -> None:
+    """Remove the copies here of what ranks of the run with this digest have captured, ``but`` of these ranks; and the
+    parity, but that which is kept for the ranks ``parity``. What is under way stays."""
     for info in folder.found():
         identity = info.identity
-        if identity is not None and identity.run == run and identity.kind != "own" and identity.rank not in but:
+        if identity is None or identity.run != run or identity.kind == "own":
+            continue
+        if identity.rank not in (parity if identity.kind == "parity" else but):
             with contextlib.suppress(ArenaError):
                 folder.remove(info.name)

@@ -43,18 +43,21 @@ _CHECKSUMS_ROOM = 256
 """The room in the checksums for all but themselves."""
 
 
-ArenaKind = Literal["own", "copy", "documents"]
+ArenaKind = Literal["own", "copy", "documents", "parity"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaIdentity:
     """The owner of the cuts: the run (16 bytes), the rank, and the number of ranks. ``kind``: the rank itself fills the
-    arena, or it holds copies of what the rank has captured on another node, or of the documents of that alone."""
+    arena, or it holds copies of what the rank has captured on another node, or of the documents of that alone. Or it
+    holds the parity that the node of the rank keeps of the shares of other ``members`` of a group, which name the rank,
+    too, in the order of the group."""
 
     run: Digest
     rank: Count
     world: Positive
     kind: ArenaKind = "own"
+    members: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

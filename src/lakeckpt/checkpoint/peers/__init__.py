@@ -9,4 +9,5 @@
 
     while a job trains → [alike]: which ranks capture the same share; [next_node]: is the next node there?
     copies: [grouping]: who keeps whose → [copies]: an agent gives its rank's share → [serve] → [slots] of the keeper
+    parity: [copies]: pieces of the share, as [parity] divides it → [serve] → [joining]; read again by [rebuilt]
 """

@@ -1,4 +1,4 @@
-"""This module sends what a rank captures to the node that keeps its copies, from the rank's agent.
+"""This module sends what a rank captures to the nodes that keep copies or parity of it, from the rank's agent.
 
 `CopySender.look` takes the newest complete cut that falls due, and gives its share to the keeper's server
 (`lakeckpt.checkpoint.peers.slots`). Any rank's copies are of use only together with the same cut of all other ranks. So
@@ -10,6 +10,10 @@ A share that a rank of another node captures, too, needs no copy: the list of sh
 documents are sent, some kilobytes, for the random states in them are the rank's own. Until the list can be there, a few
 cuts after the attempt began, nothing is copied. If the keeper takes no copy, the share is unprotected, and is tried
 again ever later. `start_copying` starts a daemon thread, which ends with the trainer. Imports without torch.
+
+For parity, each keeper gets some pieces of the share (`lakeckpt.checkpoint.peers.parity`), and answers when all members
+of the group have given theirs. All ranks must give the same cuts, so nobody waits for the answer while rank 0 measures.
+A share that another node captures, too, counts as empty.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaKind
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
 from lakeckpt.checkpoint.peers.grouping import Keeping
+from lakeckpt.checkpoint.peers.joining import JOIN_S
 from lakeckpt.checkpoint.peers.next_node import NodeNote, connected_to
+from lakeckpt.checkpoint.peers.parity import pieces_for
 from lakeckpt.checkpoint.peers.serve import send_data, sizes_of
 from lakeckpt.checkpoint.peers.wire import NoShare, PutShare, ShareTaken, receive, send
 from lakeckpt.errors import ArenaDamaged, ArenaError, WireError
@@ -42,13 +48,13 @@ __all__ = ["CopySender", "start_copying"]
 _KEPT, _MEASURED = 2, 2
 _SPARED_CUTS = 8
 """The list of shares is there after so many cuts: `lakeckpt.checkpoint.peers.alike`."""
-_LOOK_S, _LEAST_LOOK_S, _SILENT_S = 0.1, 0.005, 60.0
+_LOOK_S, _LEAST_LOOK_S, _SILENT_S = 0.1, 0.005, JOIN_S + 30.0
 _RETRY_S, _ASK_S, _LONGEST_RETRY_S = 1.0, 0.5, 60.0
 
 
 class CopySender:
     """Copies the cuts of ``attempt`` in the arena of ``identity`` as ``keeping`` says. ``note`` returns where the agent
-    of the keeper is asked, None if that is not known; ``now`` the time in seconds. ``agree`` publishes the stride that
+    of a keeper is asked, None if that is not known; ``now`` the time in seconds. ``agree`` publishes the stride that
     rank 0 gives, and returns what rank 0 has published; None if that is not known."""
 
     def __init__(
@@ -58,7 +64,7 @@ class CopySender:
         attempt: int,
         keeping: Keeping,
         *,
-        note: Callable[[], NodeNote | None],
+        note: Callable[[int], NodeNote | None],
         agree: Callable[[int], int | None],
         now: Callable[[], float],
         log: Callable[[str], None],
@@ -68,7 +74,7 @@ class CopySender:
         self._name = folder.name_of(identity)
         self._arena: Arena | None = None
         self._kept: deque[ExitStack] = deque()  # the locks of the cuts that were copied last
-        self._connection: socket.socket | None = None
+        self._connections: dict[int, socket.socket] = {}
         self._first: tuple[int, float] | None = None  # the first step of the attempt that was seen, and when
         self._stride: int | None = None
         self._sent, self._last, self._took_s, self._cut_s = 0, -1, 0.0, 0.0
@@ -106,11 +112,12 @@ class CopySender:
             self._kept.popleft().close()
         self._kept.append(stack)
         self._sent += 1
-        if self._is_elsewhere(held):
+        if self._is_elsewhere(held) and not self._keeping.members:
             self._last = cut.step
             return None
-        if self._is_sent(held, "copy"):
-            return cut
+        is_measured = self._identity.rank == 0 and self._sent <= _MEASURED
+        if self._is_sent(held, "parity" if self._keeping.members else "copy"):
+            return None if self._keeping.members and is_measured else cut
         self._kept.pop().close()
         return None
 
@@ -118,7 +125,10 @@ class CopySender:
         """Give a share to the keeper, or its documents. Return whether the keeper has it."""
         begun_s, cut = self._now(), held.record.cut
         try:
-            self._put(held, kind)
+            if kind == "parity":
+                self._give(held, waits=self._identity.rank > 0 or self._sent > _MEASURED)
+            else:
+                self._put(held, kind)
         except (OSError, EOFError, WireError, ArenaError) as error:
             self._failed(cut, error)
             return False
@@ -183,31 +193,68 @@ class CopySender:
 
     def _put(self, held: HeldGeneration, kind: ArenaKind) -> None:
         """Give the share to the keeper, or its documents. Raises why it does not have it then."""
-        documents, leaves, record = held.documents(), leaf_digests(b"", LEAF_BYTES), held.record
+        documents, leaves = held.documents(), leaf_digests(b"", LEAF_BYTES)
         if kind == "copy":
             leaves = checked(contents_of(held)).checksums or b""
-        sizes = sizes_of(held, documents, leaves)
-        if self._connection is None:
-            if (note := self._note()) is None:
-                raise ArenaError("the node that keeps the copies cannot be found in the run")
-            self._connection = connected_to(note, _SILENT_S)
-        connection = self._connection
+        connection = self._connected(self._keeping.keepers[0])
+        identity = replace(self._identity, kind=kind)
+        self._offer(connection, held, identity, documents, leaves, has_data=kind == "copy")
+        if kind == "copy":
+            send_data(connection, held, 0, held.data_bytes)
+        _require(connection)
+
+    def _give(self, held: HeldGeneration, *, waits: bool) -> None:
+        """Give the pieces of the share to all keepers, and wait until the parity is whole, if ``waits``. Raises why it
+        is not."""
+        is_empty, members, rank = self._is_elsewhere(held), self._keeping.members, self._identity.rank
+        documents = b"" if is_empty else held.documents()
+        leaves = b"" if is_empty else checked(contents_of(held)).checksums or b""
+        connections = [self._connected(keeper) for keeper in self._keeping.keepers]
+        for connection, other in zip(connections, self._keeping.parity_of, strict=True):
+            identity = replace(self._identity, kind="parity", rank=other, members=members)
+            self._offer(connection, held, identity, documents, leaves, has_data=not is_empty)
+            for piece, _ in () if is_empty else pieces_for(members, rank, other, held.data_bytes):
+                send_data(connection, held, piece * LEAF_BYTES, LEAF_BYTES)
+            _require(connection)
+        for connection in connections if waits else ():
+            _require(connection)
+        if not waits:
+            self._hang_up()
+
+    def _offer(
+        self,
+        connection: socket.socket,
+        held: HeldGeneration,
+        identity: ArenaIdentity,
+        documents: bytes,
+        leaves: bytes,
+        *,
+        has_data: bool,
+    ) -> None:
+        """Send all of a share but its data, once the keeper takes it."""
+        record, sizes = held.record, sizes_of(held, documents, leaves)
         asked = PutShare(
-            identity=replace(self._identity, kind=kind),
+            identity=identity,
             cut=record.cut,
             digest=record.digest,
             plan=held.arena.layout.plan,
-            sizes=sizes if kind == "copy" else replace(sizes, data_bytes=0),
+            sizes=sizes if has_data else replace(sizes, data_bytes=0),
             shares=record.shares,
             divided=record.divided,
+            giver=self._identity.rank,
         )
         send(connection, asked)
         _require(connection)
         connection.sendall(documents)
         connection.sendall(leaves)
-        if kind == "copy":
-            send_data(connection, held, 0, held.data_bytes)
-        _require(connection)
+
+    def _connected(self, keeper: int) -> socket.socket:
+        """Return the connection to the node whose first rank is ``keeper``."""
+        if keeper not in self._connections:
+            if (note := self._note(keeper)) is None:
+                raise ArenaError("the node that keeps what it is given cannot be found in the run")
+            self._connections[keeper] = connected_to(note, _SILENT_S)
+        return self._connections[keeper]
 
     def _failed(self, cut: CutId, error: Exception) -> None:
         """Report once why a share is unprotected, and try again later."""
@@ -220,9 +267,9 @@ class CopySender:
         self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
 
     def _hang_up(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        for connection in self._connections.values():
+            connection.close()
+        self._connections = {}
 
     def _opened(self) -> Arena | None:
         """Return the arena of the rank; None if there is none."""

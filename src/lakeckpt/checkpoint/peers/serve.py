@@ -24,6 +24,7 @@ from lakeckpt.checkpoint.arena.contents import contents_of
 from lakeckpt.checkpoint.arena.filling import checksum
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.holdings import held_share
+from lakeckpt.checkpoint.peers.joining import ParityKeeper
 from lakeckpt.checkpoint.peers.slots import take_share
 from lakeckpt.checkpoint.peers.wire import (
     KEY_BYTES,
@@ -94,6 +95,7 @@ class ShareServer:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         """Where it listens."""
         self._key, self._run = b"", b""
+        self._parity = ParityKeeper(folder)
         self._lock = threading.Lock()
         self._hashing = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
@@ -120,6 +122,7 @@ class ShareServer:
         for connection in every:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+        self._parity.close()
         for thread in every.values():
             thread.join()
 
@@ -150,12 +153,19 @@ class ShareServer:
                         send(connection, asked)
                     elif isinstance(asked, PutShare):
                         limit_waits(connection, _SILENT_S)
-                        take_share(connection, self._folder, self._run, asked)
+                        self._take(connection, asked)
                         limit_waits(connection, _SILENT_S, idle_s=_IDLE_S)
                     else:
                         self._share(connection, asked)
         with self._lock:
             self._connections.pop(connection, None)
+
+    def _take(self, connection: socket.socket, put: PutShare) -> None:
+        """Take a copy of a share, or pieces of one."""
+        if put.identity.kind == "parity":
+            self._parity.take(connection, self._run, put)
+        else:
+            take_share(connection, self._folder, self._run, put)
 
     def _share(self, connection: socket.socket, asked: AskShare) -> None:
         """Serve a share for as long as the client reads it."""
@@ -163,11 +173,11 @@ class ShareServer:
             try:
                 held = self._held(asked, stack)
                 with self._hashing:
-                    contents = checked(contents_of(held))
+                    leaves = _leaves_of(held)
             except (ArenaError, OSError) as error:
                 send(connection, NoShare(why=str(error)[:1000]))
                 return
-            documents, leaves = held.documents(), contents.checksums or b""
+            documents = held.documents()
             send(connection, sizes_of(held, documents, leaves))
             while isinstance(read := receive(connection), ReadShare):
                 if read.part == "data":
@@ -185,6 +195,12 @@ class ShareServer:
             where = "is not in the memory of this node any more"
             raise ArenaError(f"step {asked.cut.step} of attempt {asked.cut.attempt} {where}")
         return held
+
+
+def _leaves_of(held: HeldGeneration) -> bytes:
+    """Return the checksums of a share, which are taken if need be; parity has its own. `ArenaError`."""
+    is_parity = held.arena.layout.identity.kind == "parity"
+    return (held.checksums() if is_parity else checked(contents_of(held)).checksums) or b""
 
 
 def sizes_of(held: HeldGeneration, documents: bytes, leaves: bytes) -> FoundShare:

@@ -63,7 +63,7 @@ def _layout(put: PutShare, run: bytes) -> ArenaLayout:
         documents_bytes=max(_DOCUMENTS_BYTES, 2 * sizes.documents_bytes),
         generations=_SLOTS,
     )
-    if put.identity.run != run or put.identity.kind == "own":
+    if put.identity.run != run or put.identity.kind not in ("copy", "documents"):
         raise ArenaError("this node keeps copies of another run")
     if sizes.documents_bytes > _MOST_DOCUMENTS_BYTES or sizes.checksums_bytes != DIGEST_BYTES * layout.num_leaves:
         raise ArenaError(

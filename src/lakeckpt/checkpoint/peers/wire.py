@@ -14,7 +14,8 @@
 An agent that only wants to know whether the node is there sends `StillThere` instead, and gets the same back. An agent
 that gives the node a copy of a share sends `PutShare`. The server answers `ShareTaken` when it has room, gets the
 documents, the checksums and the data, one behind the other, and answers `ShareTaken` again when the copy is whole and
-verified. It answers `NoShare` if it does not take the copy.
+verified. It answers `NoShare` if it does not take the copy. Pieces for parity come the same way, and are answered once
+more: when all members of the group have given theirs (`lakeckpt.checkpoint.peers.joining`).
 A proof is an HMAC-SHA256 over both random texts. Messages are documents of ``wire`` behind their length, of at most 4
 KiB; nothing is unpickled. The connection is not encrypted. Imports without torch, and starts no threads.
 """
@@ -108,7 +109,8 @@ class StillThere:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutShare:
     """The client gives a copy of the share in the arena of ``identity``, whose slices are laid out by the ``plan``.
-    ``sizes``: of the parts. ``shares``, ``divided``: of its record."""
+    ``sizes``: of the parts. ``shares``, ``divided``: of its record. If the identity is of parity, the client is the
+    agent of the rank ``giver``, and gives those pieces of its share that belong there."""
 
     identity: ArenaIdentity
     cut: CutId
@@ -117,11 +119,13 @@ class PutShare:
     sizes: FoundShare
     shares: bytes
     divided: bool
+    giver: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareTaken:
-    """The server takes the copy; or, the second time, has it whole."""
+    """The server takes the copy; or, the second time, has it whole. Pieces for parity: it takes them; it has them; and,
+    the third time, the parity is whole."""
 
 
 _Message = AskShare | FoundShare | NoShare | PutShare | ReadShare | ShareTaken | StillThere

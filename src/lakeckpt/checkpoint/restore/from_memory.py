@@ -36,6 +36,7 @@ from lakeckpt.checkpoint.format.fields import ranges
 from lakeckpt.checkpoint.format.manifest import Manifest, Restored
 from lakeckpt.checkpoint.format.parts import PartRecord, SaveId, TensorRecord, TreeRecord
 from lakeckpt.checkpoint.peers.fetch import PeerShare
+from lakeckpt.checkpoint.peers.rebuilt import RebuiltShare
 from lakeckpt.checkpoint.peers.serve import ShareServer, own_address
 from lakeckpt.checkpoint.peers.sources import HeldShare, ShareSource
 from lakeckpt.checkpoint.peers.wire import AskShare
@@ -196,12 +197,15 @@ class Remembered:
             rank
             for one in holdings_in(self._folder, digest)
             if (one.cut, one.digest, one.world) == (cut, decision.digest, decision.world)
-            for rank in (() if one.documents else one.ranks)
+            for rank in (one.ranks if one.has_shares else ())
         }
         gone = f"step {cut.step} of attempt {cut.attempt} is not in memory any more"
 
         def source_of(one: Source) -> ShareSource:
             identity = identity_of(digest, rank=one.rank, world_size=decision.world)
+            if one.members:
+                computed = partial(_computed, one, identity, key, cut, decision.digest)
+                return ShareSource(rank=one.rank, tier="other nodes", open=computed)
             if one.address:
                 asked = AskShare(identity=identity, cut=cut, digest=decision.digest)
                 fetched = partial(_fetched, one.address, key, asked)
@@ -269,6 +273,20 @@ def _fetched(address: str, key: bytes, asked: AskShare, stack: ExitStack) -> Con
     share = PeerShare(address, key, asked)
     stack.callback(share.close)
     return contents_from(share, share.documents(), share.checksums(), f"what {address} has sent")
+
+
+def _computed(
+    source: Source, identity: ArenaIdentity, key: bytes, cut: CutId, digest: bytes, stack: ExitStack
+) -> Contents:
+    """Open a share that is computed from parity. `ArenaDamaged` if that cannot be done."""
+
+    def ask(rank: int, address: str, is_parity: bool) -> PeerShare:
+        which = replace(identity, rank=rank, kind="parity" if is_parity else "own")
+        return PeerShare(address, key, AskShare(identity=which, cut=cut, digest=digest))
+
+    share = RebuiltShare(source, ask)
+    stack.callback(share.close)
+    return contents_from(share, share.documents(), share.checksums(), "what was computed from parity")
 
 
 def _readers_of(shares: Collection[HeldShare]) -> dict[str, tuple[PendingRecord, ...]]:
