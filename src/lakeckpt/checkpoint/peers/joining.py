@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.arena.filling import Filling, checksum
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaLayout, DataChecksums
 from lakeckpt.checkpoint.format.digests import DIGEST_BYTES, LEAF_BYTES, leaf_digests, short_digest
-from lakeckpt.checkpoint.peers.parity import Given, given_to_bytes, kept_leaves, pieces_for, xor_into
+from lakeckpt.checkpoint.peers.parity import Contribution, contributions_to_bytes, kept_leaves, pieces_for, xor_into
 from lakeckpt.checkpoint.peers.wire import NoShare, PutShare, ShareTaken, receive_into, send
 from lakeckpt.errors import ArenaDamaged, ArenaError
 
@@ -40,7 +40,7 @@ class _Joining:
 
     def __init__(self, arena: Arena, filling: Filling, put: PutShare) -> None:
         self.arena, self.filling, self.put = arena, filling, put
-        self.given: dict[int, Given] = {}
+        self.given: dict[int, Contribution] = {}
         self.result: str | None = None  # empty: the parity is whole; else why it will never be
 
     def end(self, result: str) -> None:
@@ -185,7 +185,7 @@ class ParityKeeper:
                 if joining.result is None and not wrong:
                     xor_into(joining.filling.data[number * LEAF_BYTES :], came)
         if not wrong:
-            given = Given(
+            given = Contribution(
                 rank=put.giver, data_bytes=sizes.data_bytes, documents=bytes(documents), checksums=bytes(leaves)
             )
             with self._changed:
@@ -199,7 +199,7 @@ class ParityKeeper:
     def _complete(self, joining: _Joining) -> None:
         """Make the slot whole: all have given their pieces."""
         filling, put = joining.filling, joining.put
-        documents = given_to_bytes([joining.given[rank] for rank in sorted(joining.given)])
+        documents = contributions_to_bytes([joining.given[rank] for rank in sorted(joining.given)])
         leaves = leaf_digests(filling.data, LEAF_BYTES)
         known = DataChecksums(sequence=filling.sequence + 1, leaves=bytes(leaves))
         filling.put(filling.layout.checksums_at(filling.number), known.to_bytes())

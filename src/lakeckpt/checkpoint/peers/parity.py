@@ -5,7 +5,7 @@ gives one piece to a stripe. The node of that one keeps the XOR of these pieces,
 (`lakeckpt.recovery.placement.PeerGroup`). Leaves that a smaller share does not have count as zeros. So a group of four
 keeps parity of a third of a share on each node, and any one share is computed from the others and the parity.
 
-The parity on a node begins with the first stripe that is kept there, and so on. `Given` is what lies beside it of each
+The parity on a node begins with the first stripe that is kept there, and so on. `Contribution` is what lies beside it of each
 share: the size, the documents and the checksums, so that a share that was computed is verified leaf by leaf. The module
 is pure but for `xor_into`, which writes to a buffer. It starts no threads.
 """
@@ -22,7 +22,15 @@ from lakeckpt.recovery.placement import PeerGroup
 from lakeckpt.wire.documents import Count, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
-__all__ = ["Given", "given_from", "given_to_bytes", "group_of", "kept_leaves", "pieces_for", "xor_into"]
+__all__ = [
+    "Contribution",
+    "contributions_from",
+    "contributions_to_bytes",
+    "group_of",
+    "kept_leaves",
+    "pieces_for",
+    "xor_into",
+]
 
 _KIND, _VERSION = "parity", (1, 0)
 _CHUNK_BYTES = 256 * 2**10
@@ -30,7 +38,7 @@ _CHUNK_BYTES = 256 * 2**10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class Contribution:
     """What the share of a ``rank`` has beside the data that it gave to the parity, of which it has ``data_bytes``. No
     data: another node captures the same share."""
 
@@ -40,15 +48,15 @@ class Given:
     checksums: bytes
 
 
-def given_to_bytes(given: Sequence[Given]) -> bytes:
+def contributions_to_bytes(given: Sequence[Contribution]) -> bytes:
     """Return the document of what all members gave."""
-    return dumps(to_plain(given, tuple[Given, ...]), kind=_KIND, version=_VERSION)
+    return dumps(to_plain(given, tuple[Contribution, ...]), kind=_KIND, version=_VERSION)
 
 
-def given_from(data: bytes) -> Mapping[int, Given]:
-    """Return rank → what it gave, from a document of `given_to_bytes`. Raises `WireError`."""
+def contributions_from(data: bytes) -> Mapping[int, Contribution]:
+    """Return rank → what it gave, from a document of `contributions_to_bytes`. Raises `WireError`."""
     plain = loads(data, kind=_KIND, supported=_VERSION)
-    several: tuple[Given, ...] = from_plain(tuple[Given, ...], plain, "what members gave to parity")
+    several: tuple[Contribution, ...] = from_plain(tuple[Contribution, ...], plain, "what members gave to parity")
     return {one.rank: one for one in several}
 
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES
 from lakeckpt.checkpoint.peers.fetch import PeerShare
-from lakeckpt.checkpoint.peers.parity import Given, given_from, group_of, xor_into
+from lakeckpt.checkpoint.peers.parity import Contribution, contributions_from, group_of, xor_into
 from lakeckpt.errors import ArenaDamaged, WireError
 from lakeckpt.recovery.decide import Source
 
@@ -39,9 +39,9 @@ class RebuiltShare:
                     for is_parity, into in ((True, self._parity), (False, self._shares)):
                         into[str(rank)] = share = ask(rank, address, is_parity)
                         self._stack.callback(share.close)
-            given: dict[int, Given] = {}
+            given: dict[int, Contribution] = {}
             for share in [*self._parity.values()][:2]:  # beside the parity on a node lies nothing of its own share
-                given |= given_from(share.documents())
+                given |= contributions_from(share.documents())
         except WireError as error:
             self._stack.close()
             raise ArenaDamaged(f"what lies beside the parity cannot be read: {error}") from error
