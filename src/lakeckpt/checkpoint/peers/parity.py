@@ -5,9 +5,9 @@ gives one piece to a stripe. The node of that one keeps the XOR of these pieces,
 (`lakeckpt.recovery.placement.PeerGroup`). Leaves that a smaller share does not have count as zeros. So a group of four
 keeps parity of a third of a share on each node, and any one share is computed from the others and the parity.
 
-The parity on a node begins with the first stripe that is kept there, and so on. `Contribution` is what lies beside it of each
-share: the size, the documents and the checksums, so that a share that was computed is verified leaf by leaf. The module
-is pure but for `xor_into`, which writes to a buffer. It starts no threads.
+The parity on a node begins with the first stripe that is kept there, and so on. `Contribution` is what lies beside it
+of each share: the size, the documents and the checksums, so that a share that was computed is verified leaf by leaf.
+The module is pure but for `xor_into`, which writes to a buffer. It starts no threads.
 """
 
 from __future__ import annotations
