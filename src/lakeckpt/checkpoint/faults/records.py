@@ -20,9 +20,9 @@ from lakeckpt.errors import ObjectMissing, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.recovery.account import Account, account_of
 from lakeckpt.recovery.faults import Fault, FaultNote, explained, first_cause
-from lakeckpt.watch.explicit import FaultTable
 from lakeckpt.watch.limits import Habits
 from lakeckpt.watch.stalls import NodeLooks, Stall
+from lakeckpt.watch.system.explicit import FaultTable
 from lakeckpt.wire.documents import Count, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
