@@ -106,6 +106,17 @@ def test_what_cannot_heal_is_acted_on_at_the_second_look_and_a_stopped_rank_afte
         assert len(node.acts) == 1
 
 
+def test_a_rank_that_still_moves_after_the_act_does_not_end_the_stall_again() -> None:
+    node = Node()
+    node.odd = {"phase": "closing"}
+    watcher = node.watcher()
+    node.let(watcher, 10, train=True)
+    node.let(watcher, 12)
+    assert len(node.acts) == 1
+    node.let(watcher, 2, train=True)
+    assert node.reports[-1] is node.acts[0]
+
+
 @pytest.mark.parametrize(
     "odd", [{"process": ProcessLook(pid=102, state="R")}, {"process": ProcessLook(pid=102, state="t", tracer=9)}]
 )

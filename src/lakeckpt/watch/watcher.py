@@ -117,7 +117,8 @@ class Watcher:
         """Some rank moves: a stall is over."""
         self._look_s = 0.0
         if self._stall is not None:
-            self._ground.report(replace(self._stall, ended_s=self._wall()))
+            if not self._stall.acted:  # else it ended when the ranks were killed
+                self._ground.report(replace(self._stall, ended_s=self._wall()))
             self._stall = None
         step = min(page.step for page in self._pages.values())
         if step > self._step:
