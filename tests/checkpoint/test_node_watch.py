@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import select
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lakeckpt.checkpoint.faults import joining, node_watch
 from lakeckpt.checkpoint.faults.notes import page_path
-from lakeckpt.checkpoint.faults.records import habits_of, looks_of, put_habits, put_looks, put_stall, stalls_of
+from lakeckpt.checkpoint.faults.records import habits_of, looks_of, put_habits, put_looks, put_stall, slow_of, stalls_of
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.watch.limits import Habits
+from lakeckpt.watch.slow import SlowRank
 from lakeckpt.watch.stalls import NodeLooks, Stall
 from lakeckpt.watch.verdict import StallVerdict, judge
 from tests.watch.made import looked
@@ -65,6 +67,14 @@ def test_stalls_and_habits_come_back_from_the_run(tmp_path: Path) -> None:
     stall = Stall(attempt=3, verdict=verdict, step=12, began_s=50.0, perceived_s=54.0)
     path = put_stall(storage, stall)
     assert stalls_of(storage) == [(path, stall)]
+
+
+def test_slow_ranks_are_written_by_attempt_and_replaced(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "run")
+    slow = SlowRank(attempt=3, rank=1, node="a", step=9, phase="data", own_s=0.6, peers_s=0.4, trend="grows", at_s=50.0)
+    for one in (replace(slow, attempt=2), slow, replace(slow, is_over=True)):
+        node(storage, tmp_path, 4).slow(one)
+    assert slow_of(storage, 3) == [replace(slow, is_over=True)]
 
 
 def test_one_agent_of_a_node_watches_and_the_next_one_follows_it(tmp_path: Path) -> None:

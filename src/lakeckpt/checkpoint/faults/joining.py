@@ -1,7 +1,8 @@
 """This module joins the looks of all nodes of a job through its run, when the job stands still.
 
 Each node notices the stall by itself and puts its looks into the run. Then it asks for the looks of the others until
-all are there, or `JOIN_S` are over. Nodes that gave none in time are missing in the result, and the verdict names their ranks.
+all are there, or `JOIN_S` are over. Nodes that gave none in time are missing in the result, and the verdict names their
+ranks.
 The module imports without torch, and starts no threads.
 """
 

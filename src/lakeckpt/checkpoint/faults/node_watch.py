@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from lakeckpt.checkpoint.faults.ending import end_trainer, is_started_again
 from lakeckpt.checkpoint.faults.joining import join_looks
 from lakeckpt.checkpoint.faults.notes import mates_of, note_at, page_beside
-from lakeckpt.checkpoint.faults.records import habits_of, put_habits, put_stall, stalls_of
+from lakeckpt.checkpoint.faults.records import habits_of, put_habits, put_slow, put_stall, stalls_of
 from lakeckpt.errors import StorageError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.watch.avoid import Avoid, put_avoid
@@ -32,6 +32,7 @@ from lakeckpt.watch.beat import Page, read_page
 from lakeckpt.watch.limits import ACT_S, StallLimits
 from lakeckpt.watch.looks import RankLook
 from lakeckpt.watch.rank_looks import look_at
+from lakeckpt.watch.slow import SlowRank
 from lakeckpt.watch.stalls import NodeLooks, Stall, nodes_to_avoid
 from lakeckpt.watch.watcher import POLL_S, Watcher
 
@@ -196,6 +197,12 @@ class _Node:
                     os.write(descriptor, text.encode(errors="backslashreplace"))
                 finally:
                     os.close(descriptor)
+
+    def slow(self, rank: SlowRank) -> None:
+        """Write down that a rank is slow, or not any more."""
+        self._log(str(rank))
+        with contextlib.suppress(StorageError):
+            put_slow(self._watched.storage, rank)
 
     def act(self, stall: Stall) -> None:
         """Kill the ranks of this node."""
