@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lakeckpt.checkpoint.faults.records import put_slow
+from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.cli.main import main
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.watch.slow import SlowRank
@@ -78,11 +79,13 @@ def test_watch_shows_the_slow_ranks_of_the_newest_attempt(
 ) -> None:
     job = Job(tmp_path, monkeypatch)
     assert [job.attempt(), job.attempt()] == ["", ""]
+    storage = LocalStorage(tmp_path / "run")
+    newest = read_run(storage).begins[-1].attempt
     slow = SlowRank(
-        attempt=1, rank=2, node="node-7", step=90, phase="data", own_s=0.62, peers_s=0.42, trend="grows", at_s=50.0
+        attempt=newest, rank=2, node="node-7", step=90, phase="data", own_s=0.62, peers_s=0.42, trend="grows", at_s=50.0
     )
     for one in (slow, replace(slow, attempt=0, rank=1)):
-        put_slow(LocalStorage(tmp_path / "run"), one)
+        put_slow(storage, one)
     assert main(["watch", str(tmp_path / "run")]) == 1, "none trains here"
     told = capsys.readouterr().out
     assert "Slow: rank 2 on node-7 is slow, most in data: 0.620 s" in told and "rank 1" not in told
