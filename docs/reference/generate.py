@@ -21,7 +21,7 @@ import lakeckpt.dcp
 import lakeckpt.metrics
 import lakeckpt.testing
 from lakeckpt import errors
-from lakeckpt.watch.explicit import fault_table
+from lakeckpt.watch.system.explicit import fault_table
 
 TARGET, FAULTS = Path(__file__).with_name("api.md"), Path(__file__).with_name("faults.md")
 TASKS = {
@@ -210,7 +210,7 @@ def faults() -> str:
     lines = [
         "# Explicit faults",
         "",
-        "*Written from `lakeckpt/watch/faults.toml` by `docs/reference/generate.py`; do not edit.*",
+        "*Written from `lakeckpt/watch/system/faults.toml` by `docs/reference/generate.py`; do not edit.*",
         "",
         "The rows by which [`lakeckpt faults`](../how-to/faults.md) explains a fault, in their order: the first that",
         "matches holds. The file itself has the codes, signals and expressions of each row, and its source.",

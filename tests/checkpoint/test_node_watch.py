@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import select
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lakeckpt.checkpoint.faults import node_watch
+from lakeckpt.checkpoint.faults import joining, node_watch
 from lakeckpt.checkpoint.faults.notes import page_path
-from lakeckpt.checkpoint.faults.records import habits_of, put_habits, put_looks, put_stall, stalls_of
+from lakeckpt.checkpoint.faults.records import habits_of, looks_of, put_habits, put_looks, put_stall, slow_of, stalls_of
 from lakeckpt.lake.storage.local import LocalStorage
 from lakeckpt.watch.limits import Habits
+from lakeckpt.watch.slow import SlowRank
 from lakeckpt.watch.stalls import NodeLooks, Stall
 from lakeckpt.watch.verdict import StallVerdict, judge
 from tests.watch.made import looked
@@ -31,7 +33,7 @@ def node(storage: LocalStorage, folder: Path, world: int) -> node_watch._Node:
 
 
 def test_of_256_nodes_the_one_that_says_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_watch, "_JOIN_S", 0.2)
+    monkeypatch.setattr(joining, "JOIN_S", 0.2)
     storage = LocalStorage(tmp_path / "run")
     for number in range(1, 256):
         if number != 77:
@@ -49,7 +51,7 @@ def test_of_256_nodes_the_one_that_says_nothing_is_named(tmp_path: Path, monkeyp
 
 
 def test_looks_of_an_earlier_stall_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_watch, "_JOIN_S", 0.2)
+    monkeypatch.setattr(joining, "JOIN_S", 0.2)
     storage = LocalStorage(tmp_path / "run")
     put_looks(storage, 3, looks_at(1, step=5))
     put_looks(storage, 3, looks_at(2, step=11))
@@ -67,6 +69,14 @@ def test_stalls_and_habits_come_back_from_the_run(tmp_path: Path) -> None:
     assert stalls_of(storage) == [(path, stall)]
 
 
+def test_slow_ranks_are_written_by_attempt_and_replaced(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "run")
+    slow = SlowRank(attempt=3, rank=1, node="a", step=9, phase="data", own_s=0.6, peers_s=0.4, trend="grows", at_s=50.0)
+    for one in (replace(slow, attempt=2), slow, replace(slow, is_over=True)):
+        node(storage, tmp_path, 4).slow(one)
+    assert slow_of(storage, 3) == [replace(slow, is_over=True)]
+
+
 def test_one_agent_of_a_node_watches_and_the_next_one_follows_it(tmp_path: Path) -> None:
     page = tmp_path / "page"
     page.touch()
@@ -77,3 +87,17 @@ def test_one_agent_of_a_node_watches_and_the_next_one_follows_it(tmp_path: Path)
     assert second is not None
     os.close(second)
     assert node_watch._locked(str(tmp_path / "none")) is None
+
+
+def test_other_nodes_get_of_a_first_look_what_a_verdict_compares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "JOIN_S", 0.0)
+    storage = LocalStorage(tmp_path / "run")
+    given = looks_at(0)
+    assert list(node(storage, tmp_path, 4).joined(given)) == [given]
+    [put] = looks_of(storage, 3)
+    assert put.second == given.second
+    assert [(one.threads, one.process, one.beats) for one in put.first] == [
+        ((), one.process, one.beats) for one in given.first
+    ]

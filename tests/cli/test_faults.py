@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lakeckpt.checkpoint.faults.records import put_slow
+from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.cli.main import main
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.watch.slow import SlowRank
 from tests.checkpoint.test_crash_loops import Job
 
 ROW = """
@@ -67,3 +72,23 @@ def test_rows_of_a_user_are_read_when_the_manager_is_made_and_used_by_restores(
     (tmp_path / "own.toml").write_text(ROW)
     assert [job.attempt(dies), job.attempt()] == ["LicenceError", ""]
     assert [one["explicit"]["id"] for one in job.faults()] == ["licence"]
+
+
+def test_watch_shows_the_slow_ranks_of_the_newest_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path, monkeypatch)
+    assert [job.attempt(), job.attempt()] == ["", ""]
+    storage = LocalStorage(tmp_path / "run")
+    newest = read_run(storage).begins[-1].attempt
+    slow = SlowRank(
+        attempt=newest, rank=2, node="node-7", step=90, phase="data", own_s=0.62, peers_s=0.42, trend="grows", at_s=50.0
+    )
+    for one in (slow, replace(slow, attempt=0, rank=1)):
+        put_slow(storage, one)
+    assert main(["watch", str(tmp_path / "run")]) == 1, "none trains here"
+    told = capsys.readouterr().out
+    assert "Slow: rank 2 on node-7 is slow, most in data: 0.620 s" in told and "rank 1" not in told
+    assert main(["watch", str(tmp_path / "run"), "--json"]) == 1
+    [found] = json.loads(capsys.readouterr().out)["slow"]
+    assert (found["rank"], found["phase"], found["trend"], found["over"]) == (2, "data", "grows", False)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lakeckpt.watch.kernel import READY, KernelEvent, missing, trace
+from lakeckpt.watch.system.kernel import READY, KernelEvent, missing, trace
 from tests.patience import PATIENCE_S
 from tests.system.disks import Disk
 

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from lakeckpt.watch.explicit import Explicit, fault_table
+from lakeckpt.watch.system.explicit import Explicit, fault_table
 
 HERE = Path(__file__).parent
 LEAST, OF = 0.95, 150

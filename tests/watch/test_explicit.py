@@ -12,7 +12,7 @@ import pytest
 
 from lakeckpt.errors import ConfigError
 from lakeckpt.recovery.faults import explained
-from lakeckpt.watch.explicit import fault_table, normalized, text_id
+from lakeckpt.watch.system.explicit import fault_table, normalized, text_id
 from tests.recovery.deaths import died
 
 CAUSES = frozenset(
@@ -37,7 +37,7 @@ restart = "stop"
 
 
 def rows() -> list[dict[str, Any]]:
-    text = resources.files("lakeckpt.watch").joinpath("faults.toml").read_text("utf-8")
+    text = resources.files("lakeckpt.watch.system").joinpath("faults.toml").read_text("utf-8")
     found: list[dict[str, Any]] = tomllib.loads(text)["fault"]
     return found
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from lakeckpt.cli.main import main
-from lakeckpt.watch import kernel
-from lakeckpt.watch.kernel import EventLines, KernelEvent
+from lakeckpt.watch.system import kernel
+from lakeckpt.watch.system.kernel import EventLines, KernelEvent
 
 RECORDED = """{"type": "attached_probes", "data": {"probes": 4}}
 {"type": "value", "data": ["tick",4325180421594]}

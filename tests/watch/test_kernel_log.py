@@ -8,8 +8,8 @@ import pytest
 
 from lakeckpt.checkpoint.faults.notes import add_evidence, leave_note, note_at
 from lakeckpt.recovery.faults import FaultNote
-from lakeckpt.watch import kernel_log
-from lakeckpt.watch.kernel_log import fault_lines
+from lakeckpt.watch.system import kernel_log
+from lakeckpt.watch.system.kernel_log import fault_lines
 from tests.recovery.deaths import died
 
 KILLED = "Out of memory: Killed process 71 (python) total-vm:1kB"

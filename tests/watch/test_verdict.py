@@ -118,6 +118,15 @@ def test_ranks_that_lack_a_collective_hold_up_those_in_it_and_one_in_another_doe
     assert "rank 1 is in all_gather [[3]] no. 9, the others in all_reduce [[8]] no. 9" in other.reason
 
 
+def test_ranks_that_wait_for_each_other_in_different_groups_are_a_cycle() -> None:
+    looks = {rank: looked(rank) for rank in range(4)}
+    for rank, ahead in ((0, "a"), (1, "b")):
+        recorded = tuple(replace(entered(9 if group == ahead else 8)[0], group=group) for group in ("a", "b"))
+        looks[rank] = replace(looks[rank], recorded=tuple(replace(one, members=(0, 1)) for one in recorded))
+    verdict = judged(looks)
+    assert (verdict.ranks, verdict.kind, verdict.certainty) == ((0, 1), "cycle", "certain")
+
+
 def test_all_ranks_in_one_collective_blame_the_network_and_no_rank() -> None:
     for looks in (job(), {rank: looked(rank, recorded=entered(9)) for rank in range(4)}):
         verdict = judged(looks)

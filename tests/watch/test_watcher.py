@@ -11,6 +11,7 @@ import pytest
 from lakeckpt.watch.beat import Page
 from lakeckpt.watch.limits import Habits, StallLimits
 from lakeckpt.watch.looks import ProcessLook, RankLook
+from lakeckpt.watch.slow import SlowRank
 from lakeckpt.watch.stalls import NodeLooks, Stall
 from lakeckpt.watch.watcher import POLL_S, Watcher
 from tests.watch.made import in_script, looked
@@ -35,7 +36,9 @@ class Node:
         self.odd: dict[str, Any] = {"threads": in_script(), "process": ProcessLook(pid=102, state="S", waits="pipe")}
         self.reports: list[Stall] = []
         self.acts: list[Stall] = []
+        self.slow_ranks: list[SlowRank] = []
         self.looked = 0
+        self.slow_rank: int | None = None
         self.others: list[NodeLooks] = []
 
     def watcher(self, *, acts: bool = True, habits: Habits | None = None, why_not: str = "") -> Watcher:
@@ -45,7 +48,13 @@ class Node:
     def step(self) -> None:
         """All ranks do a step."""
         self.now_pages = {
-            rank: replace(one, beats=one.beats + 4, step=one.step + 1) for rank, one in self.now_pages.items()
+            rank: replace(
+                one,
+                beats=one.beats + 4,
+                step=one.step + 1,
+                spent_s={"data": one.spent_s.get("data", 0.0) + (0.4 if rank == self.slow_rank else 0.1)},
+            )
+            for rank, one in self.now_pages.items()
         }
 
     def pages(self, *, histories: bool = False) -> Mapping[int, Page]:
@@ -67,6 +76,9 @@ class Node:
     def report(self, stall: Stall) -> None:
         assert Stall.from_bytes(stall.to_bytes()) == stall
         self.reports.append(stall)
+
+    def slow(self, rank: SlowRank) -> None:
+        self.slow_ranks.append(rank)
 
     def act(self, stall: Stall) -> None:
         assert self.reports[-1] is stall, "written down before anything is killed"
@@ -104,6 +116,17 @@ def test_what_cannot_heal_is_acted_on_at_the_second_look_and_a_stopped_rank_afte
         assert len(node.reports) == 1 and not node.acts
         node.let(watcher, most_s)
         assert len(node.acts) == 1
+
+
+def test_a_rank_that_still_moves_after_the_act_does_not_end_the_stall_again() -> None:
+    node = Node()
+    node.odd = {"phase": "closing"}
+    watcher = node.watcher()
+    node.let(watcher, 10, train=True)
+    node.let(watcher, 12)
+    assert len(node.acts) == 1
+    node.let(watcher, 2, train=True)
+    assert node.reports[-1] is node.acts[0]
 
 
 @pytest.mark.parametrize(
@@ -179,3 +202,24 @@ def test_habits_of_the_last_attempt_hold() -> None:
     assert not node.looked
     node.let(watcher, 20)
     assert node.looked == 1
+
+
+def test_a_slow_rank_is_written_as_slow_and_is_no_stall() -> None:
+    node = Node()
+    node.slow_rank = 1
+    watcher = node.watcher()
+    node.let(watcher, 90, train=True)
+    assert not node.slow_ranks
+    node.let(watcher, 30, train=True)
+    assert [(one.rank, one.phase, one.attempt) for one in node.slow_ranks] == [(1, "data", 3)]
+    assert not node.reports and not node.looked
+
+
+def test_windows_of_slow_ranks_begin_anew_after_the_watcher_was_stopped() -> None:
+    node = Node()
+    node.slow_rank = 1
+    watcher = node.watcher()
+    node.let(watcher, 90, train=True)
+    node.now_s += 3600
+    node.let(watcher, 90, train=True)
+    assert not node.slow_ranks

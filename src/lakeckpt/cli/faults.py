@@ -11,9 +11,9 @@ from lakeckpt.cli.output import TextTable, format_bytes, format_count, format_ti
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 from lakeckpt.recovery.account import Account
 from lakeckpt.recovery.faults import PHASES, Fault
-from lakeckpt.watch.explicit import fault_table, normalized, text_id
 from lakeckpt.watch.looks import RankLook
 from lakeckpt.watch.stalls import Stall
+from lakeckpt.watch.system.explicit import fault_table, normalized, text_id
 
 __all__ = ["add_arguments", "run", "say_account"]
 

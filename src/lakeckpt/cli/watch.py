@@ -1,4 +1,4 @@
-"""This module runs ``lakeckpt watch RUN``: where the ranks of this node are now, and which stalls the job had."""
+"""This module runs ``lakeckpt watch RUN``: where the ranks of this node are, which are slow, and the newest stall."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 from lakeckpt.checkpoint.agent.generations import digest_of_run
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.faults.notes import living_pages
-from lakeckpt.checkpoint.faults.records import stalls_of
+from lakeckpt.checkpoint.faults.records import slow_of, stalls_of
 from lakeckpt.checkpoint.ledger.audit import read_run
 from lakeckpt.cli.output import TextTable, print_json
 from lakeckpt.cli.run_arguments import add_run_arguments, open_run
 from lakeckpt.errors import CheckpointNotFound
 from lakeckpt.watch.beat import Page, process_state
+from lakeckpt.watch.slow import SlowRank
 
 __all__ = ["add_arguments", "run"]
 
@@ -41,10 +42,14 @@ def run(args: argparse.Namespace) -> int:
     while True:
         pages = living_pages(folder, digest)
         stalls = [one for _, one in stalls_of(storage)][-1:]
+        slow = slow_of(storage, history.begins[-1].attempt)
         if args.json:
-            print_json({"ranks": [_facts(page) for page in pages], "stall": [one.verdict.reason for one in stalls]})
+            found = {"slow": [_slow(one) for one in slow], "stall": [one.verdict.reason for one in stalls]}
+            print_json({"ranks": [_facts(page) for page in pages], **found})
         else:
             print(f"{place}: {len(pages)} ranks train on {os.uname().nodename}\n{_table(pages) if pages else ''}")
+            for rank in slow:
+                print(f"Slow: {rank}")
             for one in stalls:
                 over = (
                     "over" if one.ended_s else "the ranks were killed" if one.acted else "not over, as far as is known"
@@ -67,6 +72,20 @@ def _facts(page: Page) -> Mapping[str, Any]:
         "reader": page.reader,
         "step_s": round(page.step_s, 4),
         "spent_s": {phase: round(seconds, 3) for phase, seconds in page.spent_s.items() if seconds},
+    }
+
+
+def _slow(one: SlowRank) -> Mapping[str, Any]:
+    return {
+        "rank": one.rank,
+        "node": one.node,
+        "step": one.step,
+        "phase": one.phase,
+        "own_s": round(one.own_s, 4),
+        "peers_s": round(one.peers_s, 4),
+        "trend": one.trend,
+        "at": round(one.at_s, 3),
+        "over": one.is_over,
     }
 
 

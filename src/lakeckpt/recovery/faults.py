@@ -2,9 +2,9 @@
 
 A rank that dies leaves a `FaultNote`: why, where, and what it was doing. One fault ends all ranks of an attempt, and
 most of their notes name symptoms: a connection that was closed, a SIGTERM of the launcher. The table of explicit faults
-(`lakeckpt.watch.explicit`) tells symptoms from causes, and `first_cause` picks the note of the fault itself. The next
-attempt joins it with what the fault cost, as a `Fault`, and writes it into the log. The module defines values and their
-documents, and reads nothing but the table.
+(`lakeckpt.watch.system.explicit`) tells symptoms from causes, and `first_cause` picks the note of the fault itself. The
+next attempt joins it with what the fault cost, as a `Fault`, and writes it into the log. The module defines values and
+their documents, and reads nothing but the table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from lakeckpt.watch.explicit import Explicit, FaultTable, fault_table
+from lakeckpt.watch.system.explicit import Explicit, FaultTable, fault_table
 from lakeckpt.wire.documents import Count, Positive, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 

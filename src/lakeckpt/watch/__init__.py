@@ -6,6 +6,6 @@
     pages, ``/proc`` ([facts]), stacks ([stacks]), collectives ([recorder]) → [rank_looks]: looks at ranks ([looks])
     looks of all nodes → [verdict]: which ranks hold up the others, and why
     gaps between beats → [limits]: when to look, when to act → [watcher]: reports and acts on stalls ([stalls])
-    a code, a signal, a text → [explicit]: rows of faults.toml → cause, remedy; [kernel_log]: lines about a death
-    bpf/*.bt, run by [kernel] as root → events of processes;  [avoid]: the mark of a node, in the run
+    time of each phase, in windows → [slow]: ranks that are slower than their peers
+    a code, a signal, a text, the kernel's log and events → [system/] → cause, remedy;  [avoid]: the mark of a node
 """

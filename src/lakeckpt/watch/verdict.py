@@ -82,12 +82,11 @@ def judge(
     if len(phases) == 1 and phases <= _TIMED:
         every = _explained(tuple(sorted(second)), f"all ranks are in {phases.pop()}", first, second)
         return replace(every, certainty="works")
-    culprits, why, certainty = _by_collectives(second) or _by_minority(second)
+    culprits, why, certainty, kind = _by_collectives(second) or _by_minority(second)
     if not culprits:
         everybody = "all ranks wait in the same collective: the network or its library is at fault"
         return StallVerdict(ranks=(), kind="network", reason=why or everybody, certainty=certainty or "still")
-    if certainty == "certain":
-        kind: Kind = "mismatch" if "match" in why else "cycle"
+    if kind is not None and certainty is not None:
         return StallVerdict(ranks=culprits, kind=kind, reason=why, certainty=certainty)
     found = _explained(culprits, why, first, second)
     return found if certainty is None else replace(found, certainty=certainty)
@@ -156,7 +155,8 @@ def _closing(looks: Mapping[int, RankLook]) -> StallVerdict | None:
     return StallVerdict(ranks=ranks, kind="out of step", reason=text, certainty="certain")
 
 
-_Found = tuple[tuple[int, ...], str, Certainty | None]
+_Found = tuple[tuple[int, ...], str, Certainty | None, Kind | None]
+"""The culprits, and why they are; and the certainty and kind if the rule itself says them."""
 
 
 def _by_collectives(looks: Mapping[int, RankLook]) -> _Found | None:
@@ -183,12 +183,12 @@ def _by_collectives(looks: Mapping[int, RankLook]) -> _Found | None:
         for rank in there:
             waits[rank] |= lack
     if not waits:
-        return (), "", "still"
+        return (), "", "still", None
     culprits = sorted({rank for lack in waits.values() for rank in lack} - waits.keys())
     if not culprits:
-        return tuple(sorted(waits)), "ranks wait for each other in different groups: a cycle", "certain"
+        return tuple(sorted(waits)), "ranks wait for each other in different groups: a cycle", "certain", "cycle"
     at = next(one for one in (entered[group].get(min(waits)) for group in entered) if one is not None)
-    return tuple(culprits), f"the others wait in {at.operation or 'a collective'} no. {at.number}", None
+    return tuple(culprits), f"the others wait in {at.operation or 'a collective'} no. {at.number}", None, None
 
 
 def _mismatch(its: Mapping[int, Collective]) -> _Found | None:
@@ -203,25 +203,25 @@ def _mismatch(its: Mapping[int, Collective]) -> _Found | None:
         f"collectives do not match: rank {_named(culprits)} is in {odd.operation} {odd.sizes} no. {odd.number}, the "
         f"others in {most.operation} {most.sizes} no. {most.number}"
     )
-    return culprits, text, "certain"
+    return culprits, text, "certain", "mismatch"
 
 
 def _by_minority(looks: Mapping[int, RankLook]) -> _Found:
     """Find the ranks that do something else than those that wait in a collective."""
     waiting = {rank for rank, look in looks.items() if _is_waiting(look)}
     if waiting and len(waiting) < len(looks):
-        return tuple(sorted(looks.keys() - waiting)), "the others wait in a collective", None
+        return tuple(sorted(looks.keys() - waiting)), "the others wait in a collective", None, None
     groups = _groups({rank: (look.phase, *_innermost(look)) for rank, look in looks.items()})
     if len(groups) == 1:
-        return ((), "", "still") if waiting else (tuple(sorted(looks)), "all ranks do the same", "works")
+        return ((), "", "still", None) if waiting else (tuple(sorted(looks)), "all ranks do the same", "works", None)
     odd = tuple(sorted(rank for group in groups[1:] for rank in group))
     if len(groups[0]) == len(groups[1]):
         odd = tuple(sorted(looks))
-        return odd, "the ranks do different things, and it is not clear which of them wait", None
+        return odd, "the ranks do different things, and it is not clear which of them wait", None, None
     if waiting >= looks.keys():
         text = f"rank {_named(odd)} is in another collective than the others: they do not match. It is at "
-        return odd, f"{text}{_line(looks[odd[0]])}, the others at {_line(looks[groups[0][0]])}", "certain"
-    return odd, "the others do the same", None
+        return odd, f"{text}{_line(looks[odd[0]])}, the others at {_line(looks[groups[0][0]])}", "certain", "mismatch"
+    return odd, "the others do the same", None, None
 
 
 def _is_waiting(look: RankLook) -> bool:

@@ -9,6 +9,8 @@ acted on, where that is wanted:
 * if the culprits do nothing, after five minutes, or twice the longest gap that the phase had before;
 * never, if the culprits work, if it is a pause, or before the job has done eight steps.
 
+While the job goes on, ranks that are slow are written down (`lakeckpt.watch.slow`).
+
 If `poll` itself comes late, as after the suspension of the machine, all times begin anew. The world lies behind
 `Ground`. The module starts no threads.
 """
@@ -24,6 +26,7 @@ from lakeckpt.watch.beat import Page, Phase
 from lakeckpt.watch.limits import StallLimits
 from lakeckpt.watch.looks import RankLook
 from lakeckpt.watch.rank_looks import look_at_page
+from lakeckpt.watch.slow import WINDOW_S, SlowRank, SlowRanks
 from lakeckpt.watch.stalls import NodeLooks, Stall
 from lakeckpt.watch.verdict import StallVerdict, judge, out_of_step
 
@@ -57,6 +60,9 @@ class Ground(Protocol):
     def report(self, stall: Stall) -> None:
         """Write down a stall. A later report of a stall that began at the same time replaces the first one."""
 
+    def slow(self, rank: SlowRank) -> None:
+        """Write down that a rank is slow, or not any more."""
+
     def act(self, stall: Stall) -> None:
         """Kill the ranks of this node, so that the launcher starts the job again. The stall was reported."""
 
@@ -87,6 +93,9 @@ class Watcher:
         self._step, self._stepped_s, self._checked_s = 0, 0.0, 0.0
         self._stall: Stall | None = None
         self._apart: StallVerdict | None = None
+        self._slow = SlowRanks(attempt=attempt)
+        self._window_s = -math.inf
+        """When the newest window for slow ranks began."""
 
     def poll(self, now_s: float) -> None:
         """Look at the pages; if they stand still, look closer. ``now_s``: by a monotonic clock."""
@@ -98,6 +107,7 @@ class Watcher:
             self._limits.stepped([page.step_s] * min(page.step - page.begun - 1, _MOST_STEPS))  # before this watcher
         if late or pages.keys() != self._pages.keys():
             self._pages, self._moved, self._look_s = pages, dict.fromkeys(pages, now_s), 0.0
+            self._slow.begin({})
             return
         moved = [rank for rank, page in pages.items() if page.beats != self._pages[rank].beats]
         for rank in moved:
@@ -117,7 +127,8 @@ class Watcher:
         """Some rank moves: a stall is over."""
         self._look_s = 0.0
         if self._stall is not None:
-            self._ground.report(replace(self._stall, ended_s=self._wall()))
+            if not self._stall.acted:  # else it ended when the ranks were killed
+                self._ground.report(replace(self._stall, ended_s=self._wall()))
             self._stall = None
         step = min(page.step for page in self._pages.values())
         if step > self._step:
@@ -128,6 +139,10 @@ class Watcher:
         if self._apart is None and now_s > self._checked_s + _CHECK_S:
             self._checked_s = now_s
             self._check_steps(now_s)
+        if now_s >= self._window_s + WINDOW_S:
+            self._window_s = now_s
+            for one in self._slow.window(self._ground.pages(histories=True), at_s=self._wall()):
+                self._ground.slow(one)
 
     def _check_steps(self, now_s: float) -> None:
         """Notice ranks that are out of step while the job goes on."""

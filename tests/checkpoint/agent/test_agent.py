@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import select
@@ -554,3 +555,24 @@ def test_agents_that_end_are_reaped_by_the_next_start(node: Node) -> None:
     assert ended(pid)
     node.link().close(well=True)
     assert poll(lambda: None if Path(f"/proc/{pid}").exists() else True, waiter=SystemWaiter(), timeout_s=PATIENCE_S)
+
+
+@pytest.mark.parametrize(("watch", "allowed"), [("report", [os.getppid()]), ("", [])])
+def test_a_trainer_that_is_watched_lets_the_launcher_and_its_descendants_look_under_yama(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watch: str, allowed: list[int]
+) -> None:
+    calls: list[tuple[int, int]] = []
+
+    class Library:
+        def prctl(self, option: int, pid: ctypes.c_ulong, *_: int) -> int:
+            calls.append((option, pid.value))
+            return -1  # an error is ignored
+
+    (tmp_path / "ptrace_scope").write_text("1\n")
+    monkeypatch.setattr(link_module, "_YAMA", str(tmp_path / "ptrace_scope"))
+    monkeypatch.setattr(link_module.ctypes, "CDLL", lambda name: Library())
+    AgentLink(replace(node.begin(), watch=watch)).close(well=True)
+    assert calls == [(0x59616D61, pid) for pid in allowed]
+    (tmp_path / "ptrace_scope").unlink()
+    AgentLink(replace(node.begin(), watch=watch)).close(well=True)
+    assert len(calls) == len(allowed), "without Yama nothing is asked"

@@ -9,6 +9,7 @@ Imports without torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
@@ -49,6 +50,8 @@ LINGER_S = 900.0
 """How much longer than a save the final save waits for other ranks: a NCCL watchdog ends a trainer after ten
 minutes."""
 _BYE_S = 5.0
+_YAMA = "/proc/sys/kernel/yama/ptrace_scope"
+_PR_SET_PTRACER = 0x59616D61
 _LOOK_S = 1.0
 """How often the process itself is looked at: the end of its pipe does not show if a fork has a copy of the pipe."""
 
@@ -204,6 +207,8 @@ class AgentLink:
             if trainer >= 0:
                 os.close(trainer)
         self._child = _Child(process=process, orders=orders, outcomes=outcomes)
+        if self._begin.watch:
+            _let_look(os.getppid() or process.pid)
         self._starts += 1
         self._send(replace(self._begin, attempt=replace(self._begin.attempt, pending={})))
         self._send(self._documents)
@@ -318,6 +323,17 @@ def _spawned(
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _let_look(pid: int) -> None:
+    """Let a process and its descendants read the stacks of this process where Yama forbids it.
+
+    With ``ptrace_scope`` 1 an agent may not look at its own trainer, as it is a child. The agent of any trainer of the
+    node may be the one that watches: all of them are descendants of the launcher, the parent of this process.
+    """
+    if os.path.exists(_YAMA):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid), 0, 0, 0)
 
 
 def _is_over(pid: int) -> bool:

@@ -6,7 +6,7 @@
                                                   its agent: [deaths]: the same, and a copy in the run
                                                              [mates]: ends a rank that is stuck after it: [ending]
     all ranks stand still → [node_watch]: the ground of `lakeckpt.watch.watcher`, in one agent of each node
-                                                              |
+                                                              |  [joining]: looks of all nodes, through the run
     the next attempt: [aftermath]: all nodes state their notes → `lakeckpt.recovery.progress` → the level
                       [batch_rows]: the rows of the micro-batch that ends the job
                       [records]: what the log, ``faults/`` and ``watch/`` say of all faults and stalls of a run

@@ -66,9 +66,9 @@ from lakeckpt.tracking.exchange import Exchange
 from lakeckpt.tracking.tally import Tally
 from lakeckpt.tracking.votes import Together
 from lakeckpt.watch.beat import Beat, Phase, read_page
-from lakeckpt.watch.explicit import fault_table
 from lakeckpt.watch.recorder import socket_path
 from lakeckpt.watch.stacks import stacks_path, write_on_signal
+from lakeckpt.watch.system.explicit import fault_table
 
 __all__ = ["Aftermath"]
 

@@ -15,7 +15,7 @@ from lakeckpt.checkpoint.faults.records import put_note
 from lakeckpt.errors import StorageError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.watch.beat import read_page
-from lakeckpt.watch.kernel_log import UNREADABLE, fault_lines
+from lakeckpt.watch.system.kernel_log import UNREADABLE, fault_lines
 
 __all__ = ["note_death"]
 

@@ -22,8 +22,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from lakeckpt.checkpoint.faults.ending import end_trainer, is_started_again
+from lakeckpt.checkpoint.faults.joining import join_looks
 from lakeckpt.checkpoint.faults.notes import mates_of, note_at, page_beside
-from lakeckpt.checkpoint.faults.records import habits_of, looks_of, put_habits, put_looks, put_stall, stalls_of
+from lakeckpt.checkpoint.faults.records import habits_of, put_habits, put_slow, put_stall, stalls_of
 from lakeckpt.errors import StorageError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.watch.avoid import Avoid, put_avoid
@@ -31,13 +32,13 @@ from lakeckpt.watch.beat import Page, read_page
 from lakeckpt.watch.limits import ACT_S, StallLimits
 from lakeckpt.watch.looks import RankLook
 from lakeckpt.watch.rank_looks import look_at
+from lakeckpt.watch.slow import SlowRank
 from lakeckpt.watch.stalls import NodeLooks, Stall, nodes_to_avoid
 from lakeckpt.watch.watcher import POLL_S, Watcher
 
 __all__ = ["Watched", "watch_node"]
 
 _APART_S = 1.0
-_JOIN_S, _ASK_S = 10.0, 0.5
 _TURN_S = 5.0
 """How often an agent that does not watch tries to."""
 _LIST_S = 2.0
@@ -164,18 +165,8 @@ class _Node:
     def joined(self, looks: NodeLooks) -> Collection[NodeLooks]:
         """Give the looks to the other nodes, and wait for theirs."""
         watched = self._watched
-        if len(watched.here) == watched.world:
-            return (looks,)
-        until_s, found = time.monotonic() + _JOIN_S, {watched.here: looks}
-        with contextlib.suppress(StorageError):
-            put_looks(watched.storage, watched.attempt, looks)
-            while sum(map(len, found)) < watched.world and time.monotonic() < until_s:
-                for one in looks_of(watched.storage, watched.attempt, known={ranks[0] for ranks in found}):
-                    if abs(one.step - looks.step) <= 1:  # else it is of an earlier stall
-                        found.setdefault(one.here, one)
-                if self._ends.poll(1000 * _ASK_S):
-                    break
-        return tuple(found.values())
+        pause = lambda seconds: self._ends.poll(1000 * seconds)  # noqa: E731
+        return join_looks(watched.storage, watched.attempt, looks, world=watched.world, pause=pause)
 
     def report(self, stall: Stall) -> None:
         """Write a stall down, on the node of the lowest rank that was looked at."""
@@ -206,6 +197,12 @@ class _Node:
                     os.write(descriptor, text.encode(errors="backslashreplace"))
                 finally:
                     os.close(descriptor)
+
+    def slow(self, rank: SlowRank) -> None:
+        """Write down that a rank is slow, or not any more."""
+        self._log(str(rank))
+        with contextlib.suppress(StorageError):
+            put_slow(self._watched.storage, rank)
 
     def act(self, stall: Stall) -> None:
         """Kill the ranks of this node."""

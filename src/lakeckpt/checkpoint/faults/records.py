@@ -20,9 +20,10 @@ from lakeckpt.errors import ObjectMissing, StorageError, WireError
 from lakeckpt.lake.storage.base import Storage
 from lakeckpt.recovery.account import Account, account_of
 from lakeckpt.recovery.faults import Fault, FaultNote, explained, first_cause
-from lakeckpt.watch.explicit import FaultTable
 from lakeckpt.watch.limits import Habits
+from lakeckpt.watch.slow import SlowRank
 from lakeckpt.watch.stalls import NodeLooks, Stall
+from lakeckpt.watch.system.explicit import FaultTable
 from lakeckpt.wire.documents import Count, from_plain, to_plain
 from lakeckpt.wire.envelope import dumps, loads
 
@@ -37,12 +38,15 @@ __all__ = [
     "put_habits",
     "put_looks",
     "put_note",
+    "put_slow",
     "put_stall",
+    "slow_of",
     "stalls_of",
 ]
 
 FAULTS, WATCH = "faults", "watch"
 _STALLS, _LOOKS, _HABITS = f"{WATCH}/stalls", f"{WATCH}/looks", f"{WATCH}/habits"
+_SLOW = f"{WATCH}/slow"
 _KIND, _VERSION = "first-step", (1, 0)
 _AT_A_TIME = 16
 _STEP = ".step"
@@ -102,6 +106,23 @@ def looks_of(storage: Storage, attempt: int, *, known: Container[int] = ()) -> l
 
     with ThreadPoolExecutor(max_workers=_AT_A_TIME) as pool:
         return [one for one in pool.map(read, wanted) if one is not None]
+
+
+def put_slow(storage: Storage, slow: SlowRank) -> None:
+    """Put what is known of a slow rank into the run, or replace it. Raises `StorageError`."""
+    storage.put(f"{_SLOW}/{slow.attempt:010d}.{slow.rank:05d}", [slow.to_bytes()])
+
+
+def slow_of(storage: Storage, attempt: int) -> list[SlowRank]:
+    """Return the ranks of an attempt that are slow, or were. Those that cannot be read are left out."""
+    found = []
+    with contextlib.suppress(StorageError):
+        begin = f"{_SLOW}/{attempt:010d}."
+        for info in sorted(storage.list(_SLOW), key=lambda one: one.path):
+            if info.path.startswith(begin):
+                with contextlib.suppress(WireError, ObjectMissing):
+                    found.append(SlowRank.from_bytes(storage.read(info.path)))
+    return found
 
 
 def put_habits(storage: Storage, habits: Habits) -> None:

@@ -8,7 +8,7 @@
                                                 |
         other ranks by [group], or other nodes and earlier checks by [history] → [verdict] → [command]: exit status
 
-    ``lakeckpt doctor --trace`` → [trace]: what the kernel sees, by `lakeckpt.watch.kernel`
+    ``lakeckpt doctor --trace`` → [trace]: what the kernel sees, by `lakeckpt.watch.system.kernel`
 
 Only [measures] and [group] import torch, and [command] loads them when a check runs.
 """

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict
 
 from lakeckpt.errors import ConfigError
-from lakeckpt.watch.kernel import READY, SCRIPTS, missing, trace
+from lakeckpt.watch.system.kernel import READY, SCRIPTS, missing, trace
 
 __all__ = ["add_arguments", "run"]
 

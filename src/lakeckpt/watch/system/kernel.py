@@ -178,7 +178,7 @@ class _Script:
     def __init__(self, name: str, blocked_ms: int) -> None:
         self.name, self.is_ready = name, False
         self._lines, self._rest = EventLines(blocked_ms), b""
-        source = resources.files("lakeckpt.watch").joinpath("bpf", f"{name}.bt").read_text("utf-8")
+        source = resources.files("lakeckpt.watch.system").joinpath("bpf", f"{name}.bt").read_text("utf-8")
         text = _of_libraries(source) if name == "calls" else source
         words = [str(blocked_ms)] if name == "blocked" else []
         self._process = subprocess.Popen(

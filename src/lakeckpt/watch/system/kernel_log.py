@@ -10,7 +10,7 @@ import os
 import re
 import time
 
-from lakeckpt.watch.explicit import fault_table
+from lakeckpt.watch.system.explicit import fault_table
 
 __all__ = ["UNREADABLE", "fault_lines"]
 
