@@ -30,6 +30,7 @@ stable, machine-readable name::
     │   ├── NodeLeaves             most deaths lie on this node, and others are enough: exit status 94  (SystemExit)
     │   ├── SaveFailed             the store refused, or ranks are silent: training may go on, nothing was committed
     │   │   ├── SaveRefused        no retry mends it: no permission, no bucket, a full disk
+    │   │   ├── ReplicasDiffer     ranks that must hold one model hold others: find out which rank went astray
     │   │   └── SaveSkipped        another cut was persisted instead of this one
     │   ├── UnannouncedChange  the state changed between a cut and the fence: call manager.fence() before it does
     │   └── AgentError             the process that persists cannot be started or reached: see its log
@@ -78,6 +79,7 @@ __all__ = [
     "ObjectChanged",
     "ObjectExists",
     "ObjectMissing",
+    "ReplicasDiffer",
     "RestartWarning",
     "RetentionWarning",
     "RunInUse",
@@ -258,6 +260,10 @@ class SaveFailed(CheckpointError, kind="save_failed"):
 
 class SaveRefused(SaveFailed, kind="save_refused"):
     """A store refuses checkpoints for a reason that no retry mends: no permission, no bucket, a full disk."""
+
+
+class ReplicasDiffer(SaveFailed, kind="replicas_differ"):
+    """Replicas that captured a share each do not hold one model: their shares are no checkpoint."""
 
 
 class SaveSkipped(SaveFailed, kind="save_skipped"):

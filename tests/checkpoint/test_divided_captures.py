@@ -22,7 +22,7 @@ from lakeckpt.checkpoint.format.digests import short_digest
 from lakeckpt.checkpoint.ledger.verify import verify
 from lakeckpt.checkpoint.restore.restorer import RestoreReport
 from lakeckpt.checkpoint.state import tensors
-from lakeckpt.errors import CaptureWarning, SaveFailed
+from lakeckpt.errors import CaptureWarning, ReplicasDiffer
 from lakeckpt.lake.storage.local import LocalStorage
 from tests.checkpoint.agent.rig import take_checksums
 from tests.checkpoint.capturing.reading import bytes_of
@@ -106,7 +106,7 @@ def job(
             if number in saves_at:
                 try:
                     saver.save()
-                except SaveFailed as error:
+                except ReplicasDiffer as error:
                     failed.append(str(error))
         arena = saver._saves._engine._store.arena
         return Came(

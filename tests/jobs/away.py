@@ -4,10 +4,10 @@
     python -m tests.jobs.away --seconds 10 --at-once 2 --only "s3, no captures" --json away.json
 
 A combination is a place (a local folder; a prefix of S3, served by moto), how it goes away (renamed, or emptied: as an
-unmounted share looks), a launcher, whether cuts are captured, and a number of ranks. The launchers are torchrun; Slurm,
-as a job sees it (`SLURM_JOB_ID`, `SLURM_RESTART_COUNT`); and nobody: a person who starts the script again whenever it
-ends. The run goes away, a rank is killed a moment later, and the launcher starts the job again. When the job has gone
-on for some steps, the run goes away for the next time.
+unmounted share looks; or S3 refuses connections), a launcher, whether cuts are captured, and a number of ranks. The
+launchers are torchrun; Slurm, as a job sees it (`SLURM_JOB_ID`, `SLURM_RESTART_COUNT`); and nobody: a person who starts
+the script again whenever it ends. The run goes away, a rank is killed a moment later, and the launcher starts the job
+again. When the job has gone on for some steps, the run goes away for the next time.
 
 The law: no attempt begins a new run. The job goes on at its newest cut, or it ends with an exit status above 0 and an
 error that names the cut. When it has ended well, each row counted once, and the audit says PROVED.
@@ -16,7 +16,6 @@ error that names the cut. When it has ended well, each row counted once, and the
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
@@ -25,7 +24,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,14 +32,12 @@ from operator import lt
 from pathlib import Path
 from typing import Any
 
-import boto3
-from botocore.exceptions import ClientError
-
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.checkpoint.persist.history import read_history
 from lakeckpt.lake.storage.open import open_storage
 from tests.frameworks.harness import ROOT, Job, free_port, write_table
 from tests.jobs.commands import add_arguments, run_all, until
+from tests.jobs.places import S3, Local, open_place
 from tests.patience import PATIENCE_S
 
 STEPS = 12
@@ -70,56 +66,6 @@ class Case:
     def rows(self) -> int:
         """Enough for the steps between the times, also on a machine that is busy."""
         return 2 * self.ranks * 8 * STEPS * (len(self.seconds or (None,)) + 1)
-
-
-class Local:
-    """A run in a folder, which lies beside its place while it is away."""
-
-    options: Mapping[str, Any] = {}
-
-    def __init__(self, folder: Path) -> None:
-        self.uri, self._kept = str(folder / "run"), folder / "kept"
-
-    def take_away(self, how: str) -> None:
-        Path(self.uri).rename(self._kept)
-        if how == "emptied":
-            Path(self.uri).mkdir()
-
-    def bring_back(self) -> None:
-        if Path(self.uri).exists():
-            Path(self.uri).rmdir()  # it fails if something was written there
-        self._kept.rename(self.uri)
-
-
-class S3:
-    """A run in a bucket of moto's server; while it is away, the objects are at another prefix, or nowhere."""
-
-    def __init__(self, endpoint: str) -> None:
-        place = {"endpoint_url": endpoint, "region_name": "us-east-1"}
-        self.options: Mapping[str, Any] = {"key": "k", "secret": "s-s-s-s", "client_kwargs": place}
-        self._client = boto3.client("s3", **place, aws_access_key_id="k", aws_secret_access_key="s")
-        self._bucket = f"away-{uuid.uuid4().hex[:12]}"
-        self._client.create_bucket(Bucket=self._bucket)
-        self.uri = f"s3://{self._bucket}/run"
-        self._kept: dict[str, bytes] = {}
-
-    def take_away(self, how: str) -> None:
-        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix="run/")
-        for key in [one["Key"] for page in pages for one in page.get("Contents", [])]:
-            with contextlib.suppress(ClientError):  # the job has removed it meanwhile
-                if how == "renamed":
-                    self._client.copy_object(Bucket=self._bucket, Key=f"kept-{key}", CopySource=f"{self._bucket}/{key}")
-                    self._kept[key] = b""
-                else:
-                    self._kept[key] = self._client.get_object(Bucket=self._bucket, Key=key)["Body"].read()
-                self._client.delete_object(Bucket=self._bucket, Key=key)
-
-    def bring_back(self) -> None:
-        for key, data in self._kept.items():
-            if data:
-                self._client.put_object(Bucket=self._bucket, Key=key, Body=data)
-            else:
-                self._client.copy_object(Bucket=self._bucket, Key=key, CopySource=f"{self._bucket}/kept-{key}")
 
 
 def environment_of(
@@ -226,7 +172,11 @@ class Result:
 
 def run(case: Case, folder: Path, endpoint: str = "") -> Result:
     """Run a job whose run goes away, to its end."""
-    place = Local(folder) if case.place == "local" else S3(endpoint)
+    with open_place(case.place, case.how, folder, endpoint) as place:
+        return _run(case, place, folder)
+
+
+def _run(case: Case, place: Local | S3, folder: Path) -> Result:
     job, log = Job(folder / "job", SCRIPT), folder / "log.txt"
     write_table(folder / "table", rows=case.rows)
     manager = {"persist_every": 5, "timeout_s": case.timeout_s}
@@ -317,10 +267,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def cases(seconds: Sequence[float]) -> Iterator[Case]:
     """Return every combination; without captures, a launcher has to start the job."""
-    every = itertools.product(
-        ("local", "s3"), ("renamed", "emptied"), ("torchrun", "slurm", "nobody"), (True, False), (1, 2)
-    )
-    for place, how, launcher, captures, ranks in every:
+    places = itertools.product(("local", "s3"), ("renamed", "emptied"))
+    every = itertools.product((*places, ("s3", "refuse")), ("torchrun", "slurm", "nobody"), (True, False), (1, 2))
+    for (place, how), launcher, captures, ranks in every:
         if captures or launcher != "nobody":
             yield Case(place=place, how=how, launcher=launcher, captures=captures, ranks=ranks, seconds=tuple(seconds))
 

@@ -12,8 +12,10 @@ from tests.lake.conftest import moto_endpoint
 __all__ = ["moto_endpoint"]
 
 CASES = [
-    Case(fault="refuse", captures=True, ranks=2),
-    Case(fault="hang", captures=False, ranks=1, total_s=1.0),
+    Case(place="s3", fault="refuse", captures=True, ranks=2),
+    Case(place="s3", fault="hang", captures=False, ranks=1, total_s=1.0),
+    Case(place="local", fault="renamed", captures=True, ranks=1),
+    Case(place="local", fault="emptied", captures=False, ranks=2),
 ]
 
 

@@ -12,6 +12,7 @@ from lakeckpt.errors import (
     CheckpointError,
     LakeckptError,
     MissingRanksError,
+    ReplicasDiffer,
     SaveFailed,
     SaveRefused,
     StorageError,
@@ -68,6 +69,7 @@ def test_of_a_save_that_fails_on_several_ranks_all_know_the_first_cause_and_no_o
     ("error", "kind"),
     [
         (SaveFailed("the cause"), SaveRefused),  # no retry brings the rank back
+        (ReplicasDiffer("the cause"), SaveRefused),
         (MissingRanksError("the cause"), SaveRefused),
         (KeyboardInterrupt("the cause"), CheckpointError),
         (StorageError("the cause"), SaveRefused),

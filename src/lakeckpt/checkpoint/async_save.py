@@ -32,13 +32,13 @@ from lakeckpt.checkpoint.format.parts import SaveId
 from lakeckpt.checkpoint.peers.alike import ShareFinder
 from lakeckpt.checkpoint.persist.attempt import Attempt
 from lakeckpt.checkpoint.persist.indexes import Document, documents_of_all
-from lakeckpt.checkpoint.persist.publish import REPLICAS
 from lakeckpt.checkpoint.report import Saved
 from lakeckpt.core.state import depends_on_data
 from lakeckpt.errors import (
     ArenaError,
     CaptureWarning,
     LakeckptError,
+    ReplicasDiffer,
     SaveFailed,
     SaveSkipped,
     UnannouncedChange,
@@ -308,10 +308,10 @@ class Background:
             if one.was_raised:
                 return
             assert result.error is not None
-            if REPLICAS in str(result.error):
+            if isinstance(result.error, ReplicasDiffer):
                 self._engine.divide(None)
                 text = f"{result.error}. From now on each rank captures all of its state"
-                result = replace(result, error=SaveFailed(text))
+                result = replace(result, error=ReplicasDiffer(text))
             assert result.error is not None
             self._note(one.order, result.error)
             is_covered = self.attempt.recorded >= one.order.step or self.is_saving(one.order.step)

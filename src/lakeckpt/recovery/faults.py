@@ -55,6 +55,7 @@ _STORAGE_TYPES = frozenset(
         "SaveFailed",
         "SaveRefused",
         "SaveSkipped",
+        "ReplicasDiffer",
         "AttemptSuperseded",
         "RunInUse",
     ]

@@ -81,7 +81,7 @@ class Obstacle:
             names_rank = self.cause.startswith("rank ")
             return save_error(self.error, prefix="" if names_rank else f"rank {self.rank} dropped the save: ")
         error = save_error(self.error, prefix=f"rank {self.rank} has stopped: ")
-        return SaveRefused(str(error)) if type(error) is SaveFailed else error  # no retry brings the rank back
+        return SaveRefused(str(error)) if isinstance(error, SaveFailed) else error  # no retry brings the rank back
 
     def to_bytes(self) -> bytes:
         """Return the obstacle as bytes; a long text is cut off."""

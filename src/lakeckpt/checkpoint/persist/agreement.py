@@ -28,13 +28,14 @@ from lakeckpt.checkpoint.format.fields import Ranks, holds, ranges
 from lakeckpt.checkpoint.format.parts import Outline
 from lakeckpt.checkpoint.format.units import SUMS, TENSOR, Held, Shares, Unit, UnitId, spread, sum_of
 from lakeckpt.core.intervals import Intervals
-from lakeckpt.errors import TrackingError
+from lakeckpt.errors import ReplicasDiffer, TrackingError
 from lakeckpt.tracking.rounds import Rounds
 from lakeckpt.tracking.tally import Tally, name_ranks
 
 __all__ = ["Agreed", "Shares", "agree"]
 
 _UNITS = "the units"
+_REPLICAS = "the replicas that captured a share each"
 _DIGEST = "digest of "
 _BUNDLE = "bundle "
 _KIND_BYTES = 8
@@ -82,14 +83,17 @@ def agree(
     units: Sequence[Unit],
     announce: Mapping[str, str],
     states: Mapping[str, Mapping[str, str]] | None = None,
+    replicas: Mapping[str, str] | None = None,
 ) -> Agreed:
     """Settle the ``facts`` and the shares. ``announce`` goes to all ranks, and need not be equal; of one name that
     several ranks announce, the value of the first counts. ``states`` are facts, too: name of a state → facts of its
-    fields, of which a digest crosses unless they differ.
+    fields, of which a digest crosses unless they differ. ``replicas`` captured a share each: key of a tensor → a sum
+    of its bytes as this rank holds it.
 
-    Raises `TrackingError` naming the ranks and the fact, or replicas that drifted apart, and `MissingRanksError` naming
-    the ranks.
+    Raises `TrackingError` naming the ranks and the fact, or parts of a mesh that drifted apart. Raises `ReplicasDiffer`
+    naming the ranks and the tensors if only ``replicas`` differ, and `MissingRanksError` naming the ranks.
     """
+    every_state = {**(states or {}), **({_REPLICAS: replicas} if replicas else {})}
     alone = sorted((unit for unit in units if unit.bundle is None), key=lambda unit: unit.id)
     bundles: defaultdict[Hashable, list[Unit]] = defaultdict(list)
     for unit in units:
@@ -97,12 +101,12 @@ def agree(
             bundles[unit.bundle].append(unit)
     digests = [_digest_of_bundle(bundle) for bundle in bundles.values()]
     announced = {f"{_ANNOUNCED}{name}": value for name, value in announce.items()}
-    alike = {f"{_DIGEST}{name}": _digest_of_facts(fields) for name, fields in (states or {}).items()}
+    alike = {f"{_DIGEST}{name}": _digest_of_facts(fields) for name, fields in every_state.items()}
     kinds = {f"{_BUNDLE}{_kind_of(bundle)}": bundle for bundle in bundles.values()}
     bundled = dict(zip(kinds, digests, strict=True))
     tally = talk.everyone({**facts, **alike, _UNITS: _digest(alone), **bundled, **announced})
     tally.require_agreement(sorted(facts))
-    _compare_states(talk, tally, states or {})
+    _compare_states(talk, tally, every_state)
     _compare_replicas(talk, tally, kinds)
     held = _held(talk, alone, alike=len(tally.facts[_UNITS]) == 1)
     holders: dict[str, Intervals] = {}
@@ -134,14 +138,19 @@ def agree(
 
 
 def _compare_states(talk: Rounds, tally: Tally, states: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise `TrackingError`, which names the fields of states that differ. All ranks see in the ``tally`` whether any
-    does, and a rank without states takes part in the round, too."""
+    """Raise `TrackingError`, which names the fields of states that differ, or `ReplicasDiffer` if only replicas do. All
+    ranks see in the ``tally`` whether any does, and a rank without states takes part in the round, too."""
     differ = [name for name, values in tally.facts.items() if name.startswith(_DIGEST) and len(values) > 1]
     if differ:
         facts = {f"{name}, {field}": text for name, fields in states.items() for field, text in fields.items()}
         tally_of_fields = talk.everyone(facts)
-        tally_of_fields.require_agreement(sorted(tally_of_fields.facts))
-        tally.require_agreement(differ)
+        try:
+            tally_of_fields.require_agreement(sorted(tally_of_fields.facts))
+            tally.require_agreement(differ)
+        except TrackingError as error:
+            if differ == [f"{_DIGEST}{_REPLICAS}"]:
+                raise ReplicasDiffer(str(error)) from error
+            raise
 
 
 def _compare_replicas(talk: Rounds, tally: Tally, kinds: Mapping[str, Sequence[Unit]]) -> None:

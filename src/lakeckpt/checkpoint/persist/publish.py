@@ -50,10 +50,8 @@ from lakeckpt.tracking.notes import error_to_text, save_error
 from lakeckpt.tracking.rounds import Rounds
 from lakeckpt.tracking.waiting import Waiter
 
-__all__ = ["REPLICAS", "Publisher", "Settings"]
+__all__ = ["Publisher", "Settings"]
 
-REPLICAS = "the replicas that captured a share each"
-"""In the error of a save whose replicas have drifted apart."""
 _FAILURE, _SKIPPED = "failure", "skipped"
 _SHARING, _ = tree_unit(SHARING, b"")
 
@@ -154,6 +152,7 @@ class Publisher:
         facts = {"optimizer step": str(save.step), "attempt": str(save.attempt), "save": str(save.number)}
         failure = announced if isinstance(announced, Exception) else None
         states: dict[str, Mapping[str, str]] = {}
+        sums: Mapping[str, str] = {}
         if isinstance(announced, Exception):
             what = _SKIPPED if isinstance(announced, SaveSkipped) else _FAILURE
             announced = {f"{what} of rank {self._rank}": error_to_text(announced)}
@@ -163,10 +162,10 @@ class Publisher:
                 f"state of reader {name!r}": facts_of(shared_fields(pending[-1].record.state))
                 for name, pending in taken.readers.items()
             }
-            states[REPLICAS] = {key: one.decode() for key, one in taken.sums.items()}
+            sums = {key: one.decode() for key, one in taken.sums.items()}
         try:
             units = taken.staged.units() if isinstance(taken, StagedCut) else []
-            agreement = agree(talk, facts=facts, units=units, announce=announced, states=states)
+            agreement = agree(talk, facts=facts, units=units, announce=announced, states=states, replicas=sums)
         except MissingRanksError as error:
             self._refuse(save)
             raise failure or SaveFailed(f"the checkpoint of step {save.step}: {error}") from error
