@@ -4,8 +4,8 @@ The table lies in ``table`` of the working directory, and the run in ``run``. A 
 ``hurry`` is there, so that a test meets the job in the middle. Notes have the number that the run gave an attempt.
 ``MANAGER`` in the environment has arguments of the manager, as JSON; ``HSDP`` divides the model over the ranks of each
 of two nodes, and ``FSDP`` over all ranks. The rank ``HANGS`` reads from a silent socket
-after its twelfth step, before the first restart. What each rank restored is noted in ``restored.jsonl``, and each step after
-its update in ``finished.jsonl``.
+after its twelfth step, in the first attempt. What each rank restored is noted in ``restored.jsonl``, and each step
+after its update in ``finished.jsonl``.
 """
 
 from __future__ import annotations
