@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import select
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lakeckpt.checkpoint.faults import joining, node_watch
+from lakeckpt.checkpoint.faults import joining, node_watch, tracing
 from lakeckpt.checkpoint.faults.notes import page_path
 from lakeckpt.checkpoint.faults.records import habits_of, looks_of, put_habits, put_looks, put_stall, slow_of, stalls_of
 from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.watch.beat import Beat
 from lakeckpt.watch.limits import Habits
 from lakeckpt.watch.slow import SlowRank
 from lakeckpt.watch.stalls import NodeLooks, Stall
+from lakeckpt.watch.system.kernel import READY, KernelEvent
 from lakeckpt.watch.verdict import StallVerdict, judge
+from tests.patience import PATIENCE_S
 from tests.watch.made import looked
 
 
@@ -67,6 +72,45 @@ def test_stalls_and_habits_come_back_from_the_run(tmp_path: Path) -> None:
     stall = Stall(attempt=3, verdict=verdict, step=12, began_s=50.0, perceived_s=54.0)
     path = put_stall(storage, stall)
     assert stalls_of(storage) == [(path, stall)]
+
+
+def test_events_of_the_kernel_are_added_to_a_stall_that_was_written_without_waiting_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, traces = threading.Event(), []
+
+    def trace(scripts: Sequence[str], seconds: float, *, blocked_ms: int) -> Iterator[KernelEvent]:
+        traces.append(scripts)
+        yield KernelEvent(kind=READY)
+        assert goes_on.wait(PATIENCE_S)
+        mine = os.getpid()
+        yield KernelEvent(kind="signals", pid=7, process="bash", text="sent SIGSTOP to a rank", amount=mine)
+        yield KernelEvent(kind="signals", pid=7, process="bash", text="sent SIGSTOP to another", amount=mine + 1)
+        yield KernelEvent(kind="signals", pid=mine, process="me", text="sent SIGKILL to a rank", amount=mine)
+        yield KernelEvent(kind="blocked", pid=9, process="dd", text="is blocked", amount=2000)
+
+    monkeypatch.setattr(tracing, "trace", trace)
+    monkeypatch.setattr(tracing, "missing", lambda: "")
+    storage = LocalStorage(tmp_path / "run")
+    ground = node(storage, tmp_path, 2)
+    Beat(page_path(str(tmp_path), bytes(16), 3, 0), rank=0, world=2)
+    verdict = StallVerdict(ranks=(0,), kind="stopped", reason="it is stopped", certainty="certain")
+    stall = Stall(attempt=3, verdict=verdict, step=12, began_s=50.0, perceived_s=54.0)
+    ground.report(stall)
+    ground.report(stall)
+    ground.keep_events()
+    assert [one.events for _, one in stalls_of(storage)] == [()] and traces == [("signals", "blocked")]
+    goes_on.set()
+    assert ground._trace._thread is not None
+    ground._trace._thread.join(PATIENCE_S)
+    ground.keep_events()
+    [(_, kept)] = stalls_of(storage)
+    assert [one.partition("UTC: ")[2] for one in kept.events] == [
+        "process 7 (bash) sent SIGSTOP to a rank",
+        "process 9 (dd) is blocked",
+    ]
+    ground.report(replace(stall, ended_s=60.0))
+    assert stalls_of(storage)[0][1] == replace(kept, ended_s=60.0) and len(traces) == 1
 
 
 def test_slow_ranks_are_written_by_attempt_and_replaced(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 The table lies in ``table`` of the working directory, and the run in ``run``. A step takes at least 0.3 s until the file
 ``hurry`` is there, so that a test meets the job in the middle. Notes have the number that the run gave an attempt.
 ``MANAGER`` in the environment has arguments of the manager, as JSON; ``HSDP`` divides the model over the ranks of each
-of two nodes, and ``FSDP`` over all ranks. What each rank restored is noted in ``restored.jsonl``, and each step after
-its update in ``finished.jsonl``.
+of two nodes, and ``FSDP`` over all ranks. The rank ``HANGS`` reads from a silent socket
+after its twelfth step, in the first attempt. What each rank restored is noted in ``restored.jsonl``, and each step
+after its update in ``finished.jsonl``.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lakeckpt
 from tests.frameworks.notes import note
+from tests.jobs.stalls import silent_socket
 
 EPOCHS = 2
 EPOCH = 1_000
@@ -54,6 +56,8 @@ def main() -> None:
             file.write(json.dumps({**what, "read": dict(report.read), "passed_over": report.passed_over}) + "\n")
         for _ in range(loader.epoch, EPOCHS):
             for batch in loader:
+                if step == 12 and os.environ.get("HANGS") == str(dist.get_rank()) and report.attempt == 0:
+                    silent_socket(Path())
                 step += 1
                 # Before its gradients reach the others: they may go on from this step if this rank dies in it.
                 note(step, (batch["id"] + EPOCH * batch.receipt.epoch).tolist())

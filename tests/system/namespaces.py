@@ -46,6 +46,12 @@ class Node:
         """Cut the cable: nothing that the nodes send arrives, and nobody is told."""
         _ip("-n", self.name, "link", "set", "cable", "down")
 
+    def stop(self) -> None:
+        """SIGSTOP every process of this node."""
+        for pid in _ip("netns", "pids", self.name).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGSTOP)
+
     def statuses(self) -> list[int | None]:
         """Return the exit statuses of what was started; None for what runs."""
         return [process.poll() for process in self._started]

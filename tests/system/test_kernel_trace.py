@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from lakeckpt.checkpoint.agent.generations import digest_of_run
+from lakeckpt.checkpoint.arena.folder import ArenaFolder
+from lakeckpt.checkpoint.faults.notes import living_pages
+from lakeckpt.checkpoint.faults.records import stalls_of
+from lakeckpt.checkpoint.persist.history import read_history
+from lakeckpt.lake.storage.local import LocalStorage
+from lakeckpt.watch.beat import Page
+from lakeckpt.watch.limits import FEW_STEPS
 from lakeckpt.watch.system.kernel import READY, KernelEvent, missing, trace
+from tests.frameworks.harness import ROOT, write_table
+from tests.jobs import stalls
 from tests.patience import PATIENCE_S
 from tests.system.disks import Disk
 
@@ -95,3 +107,52 @@ def test_calls_times_a_function_of_a_library_that_a_process_has_loaded(tmp_path:
             assert "ncclAllReduce" in seen.text and seen.amount >= 20_000
         finally:
             caller.kill()
+
+
+TRACES = """
+from lakeckpt.watch.system.kernel import trace
+for event in trace(["signals"], 1000): print(event.kind, flush=True)
+"""
+
+
+def test_scripts_end_with_the_process_that_runs_them() -> None:
+    with subprocess.Popen([sys.executable, "-c", TRACES], stdout=subprocess.PIPE) as runner:
+        assert runner.stdout is not None and runner.stdout.readline() == b"ready\n"
+        children = Path(f"/proc/{runner.pid}/task/{runner.pid}/children").read_text().split()
+        scripts = [os.pidfd_open(int(child)) for child in children]
+        runner.kill()
+        for script in scripts:
+            assert select.select([script], [], [], PATIENCE_S)[0]
+            os.close(script)
+    assert len(scripts) == 1
+
+
+def page_of(storage: LocalStorage, rank: int) -> Page | None:
+    """Return the page of a rank of this node that trains the run."""
+    begins = read_history(storage).begins
+    pages = living_pages(ArenaFolder(None).path, digest_of_run(begins[-1].run, storage)) if begins else []
+    return next((page for page in pages if page.rank == rank), None)
+
+
+def test_the_evidence_of_a_stall_names_who_stops_a_rank(tmp_path: Path) -> None:
+    write_table(tmp_path / "table", rows=4 * stalls.ROWS, group=256)
+    command = [sys.executable, "-m", "lakeckpt", "run", "--nproc-per-node=3", stalls.__file__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    storage, found = LocalStorage(tmp_path / "run"), list[str]()
+    with (tmp_path / "said.txt").open("wb") as out:
+        arguments = [str(tmp_path), "none", "0", "report"]
+        job = subprocess.Popen([*command, *arguments], env=environment, stdout=out, stderr=out, start_new_session=True)
+    try:
+        until_s = time.monotonic() + PATIENCE_S
+        while not found:
+            assert job.poll() is None and time.monotonic() < until_s, (tmp_path / "said.txt").read_text()[-4000:]
+            if (page := page_of(storage, 2)) is not None and page.step > FEW_STEPS:
+                os.kill(page.pid, signal.SIGSTOP)  # again and again, as a limiter of processor time does
+            time.sleep(0.2)
+            found += [event for _, stall in stalls_of(storage) for event in stall.events if "SIGSTOP" in event]
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    [(_, stall)] = stalls_of(storage)
+    assert (stall.verdict.ranks, stall.verdict.kind) == ((2,), "stopped")
+    assert f"process {os.getpid()} (" in found[0] and "sent SIGSTOP to " in found[0]

@@ -100,6 +100,7 @@ def test_a_standstill_is_reported_once_and_acted_on_after_five_minutes() -> None
     node.let(watcher, 290)
     [stall] = node.reports
     assert (stall.verdict.ranks, stall.verdict.kind, stall.acted, node.acts) == ((2,), "pipe", False, [])
+    assert stall.began_s == 1009.5, "when a page moved last, however long the looks took"
     assert stall.perceived_s - stall.began_s <= 5 and stall.attempt == 3 and len(stall.looks) == 4
     node.let(watcher, 30)
     [acted] = node.acts

@@ -122,6 +122,7 @@ def _stalls(stalls: list[tuple[str, Stall]], *, with_stacks: bool) -> str:
         kind, reason = one.verdict.kind, one.verdict.reason
         table.add_row(format_time(one.began_s), one.attempt, ranks, kind, one.step, seconds, then, reason)
         stacks += [f"\n{path}: {line}" for look in one.looks for line in _stack(look) if look.rank in one.verdict.ranks]
+        stacks += [f"\n{path}: {event}" for event in one.events]
     return f"{table}{''.join(stacks) if with_stacks else ''}"
 
 

@@ -40,6 +40,8 @@ class Stall:
     """Why it was not acted on, if it would have been."""
     looks: tuple[RankLook, ...] = ()
     """The evidence: what was seen of all ranks."""
+    events: tuple[str, ...] = ()
+    """What the kernel saw in the first seconds: signals to ranks, and threads that wait for a disk."""
 
     @property
     def length_s(self) -> float:
@@ -60,6 +62,7 @@ class Stall:
             "ended": self.ended_s or None,
             "acted": self.acted,
             "remark": self.remark,
+            "events": list(self.events),
             "evidence": evidence,
         }
 

@@ -138,18 +138,18 @@ class Watcher:
             self._step, self._stepped_s = step, now_s
         if self._apart is None and now_s > self._checked_s + _CHECK_S:
             self._checked_s = now_s
-            self._check_steps(now_s)
+            self._check_steps()
         if now_s >= self._window_s + WINDOW_S:
             self._window_s = now_s
             for one in self._slow.window(self._ground.pages(histories=True), at_s=self._wall()):
                 self._ground.slow(one)
 
-    def _check_steps(self, now_s: float) -> None:
+    def _check_steps(self) -> None:
         """Notice ranks that are out of step while the job goes on."""
         looks = {rank: look_at_page(page) for rank, page in self._ground.pages(histories=True).items()}
         self._apart = out_of_step(looks)
         if self._apart is not None:
-            self._say(self._apart, now_s, now_s, tuple(looks.values()), acts=not self._limits.is_new)
+            self._say(self._apart, self._wall(), tuple(looks.values()), acts=not self._limits.is_new)
             self._stall = None
 
     def _stands(self, now_s: float) -> None:
@@ -159,6 +159,7 @@ class Watcher:
         limit_s = max(self._limits.look_after_s(phase) for phase in phases)
         if now_s < (self._look_s or since_s + limit_s):
             return
+        began_s = self._wall() - (now_s - since_s)  # before the looks, which take seconds
         nodes = self._ground.joined(self._ground.looks())
         first = {one.rank: one for node in nodes for one in node.first}
         second = {one.rank: one for node in nodes for one in node.second}
@@ -172,7 +173,7 @@ class Watcher:
         if self._stall is not None and self._stall.acted:
             return  # once
         acts = not self._limits.is_new and act_s is not None and now_s - since_s >= act_s
-        self._say(verdict, since_s, now_s, tuple(second.values()), acts=acts)
+        self._say(verdict, began_s, tuple(second.values()), acts=acts)
         if act_s is not None and self._acts:
             self._look_s = min(self._look_s, max(now_s + _AGAIN_S, since_s + act_s))
 
@@ -186,16 +187,14 @@ class Watcher:
             return _STOPPED_S
         return 0.0 if self._stall is not None else math.inf  # at the second look
 
-    def _say(
-        self, verdict: StallVerdict, since_s: float, now_s: float, looks: tuple[RankLook, ...], *, acts: bool
-    ) -> None:
-        """Report a stall, once, and again if it is acted on or the verdict is another one."""
+    def _say(self, verdict: StallVerdict, began_s: float, looks: tuple[RankLook, ...], *, acts: bool) -> None:
+        """Report a stall that began then, once, and again if it is acted on or the verdict is another one."""
         wall_s, known = self._wall(), self._stall
         stall = Stall(
             attempt=self._attempt,
             verdict=verdict,
             step=max((look.step for look in looks), default=0),
-            began_s=known.began_s if known else wall_s - (now_s - since_s),
+            began_s=known.began_s if known else began_s,
             perceived_s=known.perceived_s if known else wall_s,
             ended_s=wall_s if acts and self._acts else 0.0,
             acted=acts and self._acts,

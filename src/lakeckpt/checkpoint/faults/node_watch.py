@@ -25,6 +25,7 @@ from lakeckpt.checkpoint.faults.ending import end_trainer, is_started_again
 from lakeckpt.checkpoint.faults.joining import join_looks
 from lakeckpt.checkpoint.faults.notes import mates_of, note_at, page_beside
 from lakeckpt.checkpoint.faults.records import habits_of, put_habits, put_slow, put_stall, stalls_of
+from lakeckpt.checkpoint.faults.tracing import StallTrace
 from lakeckpt.errors import StorageError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.watch.avoid import Avoid, put_avoid
@@ -72,9 +73,9 @@ def _watch(watched: Watched, trainer: int, log: Callable[[str], None]) -> None:
             return
         habits = habits_of(watched.storage)
         limits = StallLimits(habits, act_s=_act_s(log))
-        may = is_started_again()
+        may, node = is_started_again(), _Node(watched, ends, log)
         watcher = Watcher(
-            _Node(watched, ends, log),
+            node,
             limits,
             attempt=watched.attempt,
             world=watched.world,
@@ -84,6 +85,7 @@ def _watch(watched: Watched, trainer: int, log: Callable[[str], None]) -> None:
         )
         while not ends.poll(1000 * POLL_S):
             watcher.poll(time.monotonic())
+            node.keep_events()
         if limits.habits != (habits or StallLimits().habits) and any(limits.habits.longest_s.values()):
             with contextlib.suppress(StorageError):
                 put_habits(watched.storage, limits.habits)
@@ -133,6 +135,9 @@ class _Node:
         self._watched, self._ends, self._log = watched, ends, log
         self._paths: list[str] = []
         self._listed_s = 0.0
+        self._trace = StallTrace(log)
+        self._newest: Stall | None = None
+        """The newest stall that this node has written down."""
 
     def pages(self, *, histories: bool = False) -> Mapping[int, Page]:
         """Return the pages of the ranks of this node that train."""
@@ -171,9 +176,12 @@ class _Node:
     def report(self, stall: Stall) -> None:
         """Write a stall down, on the node of the lowest rank that was looked at."""
         self._log(f"stall after step {stall.step}: {stall.verdict.reason}")
+        if not stall.ended_s:
+            self._trace.begin([page.pid for page in self.pages().values()])
         if min((look.rank for look in stall.looks), default=0) not in self._watched.here:
             return
         storage = self._watched.storage
+        stall = self._newest = replace(stall, events=self._trace.events)
         try:
             put_stall(storage, stall)
             if stall.acted and len(self._watched.here) < self._watched.world:  # else there is no other node to go to
@@ -197,6 +205,14 @@ class _Node:
                     os.write(descriptor, text.encode(errors="backslashreplace"))
                 finally:
                     os.close(descriptor)
+
+    def keep_events(self) -> None:
+        """Add what the kernel saw to the newest stall, once the scripts have ended."""
+        newest = self._newest
+        if newest is not None and not self._trace.runs and newest.events != self._trace.events:
+            self._newest = replace(newest, events=self._trace.events)
+            with contextlib.suppress(StorageError):
+                put_stall(self._watched.storage, self._newest)
 
     def slow(self, rank: SlowRank) -> None:
         """Write down that a rank is slow, or not any more."""

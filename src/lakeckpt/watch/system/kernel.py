@@ -24,7 +24,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
@@ -147,7 +147,9 @@ def missing() -> str:
     return ""
 
 
-def trace(scripts: Sequence[str], seconds: float, *, blocked_ms: int = _BLOCKED_MS) -> Iterator[KernelEvent]:
+def trace(
+    scripts: Sequence[str], seconds: float, *, blocked_ms: int = _BLOCKED_MS
+) -> Generator[KernelEvent, None, None]:
     """Run scripts until ``seconds`` have passed since the last of them was ready, and yield their events as they come.
 
     Raises `ConfigError` if a script cannot be started.
