@@ -10,7 +10,7 @@ import pytest
 
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.lake.storage.open import open_storage
-from tests.cli.test_run import faults_of_run
+from tests.cli import launched
 from tests.jobs import poisoned
 
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -57,9 +57,9 @@ def test_a_row_that_fails_two_times_of_three_is_not_named_and_nothing_is_exclude
 @pytest.mark.soak
 def test_five_starts_by_hand_that_fail_name_no_row_and_roll_back_nothing(tmp_path: Path) -> None:
     poisoned.write_tables(tmp_path / "table")
-    said = [poisoned.run(tmp_path, "--max-restarts=0", ranks=2, status=1) for _ in range(5)]
-    said.append(poisoned.run(tmp_path, ranks=2, times=0))
-    deaths = faults_of_run(tmp_path)["faults"]
+    said = [poisoned.run(tmp_path, "--max-restarts=0", ranks=1, status=1) for _ in range(5)]
+    said.append(poisoned.run(tmp_path, ranks=1, times=0))
+    deaths = launched.faults_of_run(tmp_path)["faults"]
     assert [one["back_to"] for one in deaths] == [deaths[0]["back_to"]] * 5 and deaths[0]["back_to"] > 0
     check_whole(tmp_path, "".join(said))
 
