@@ -1,8 +1,9 @@
 """Does a trainer end as it would without the flight recorder?  ``python -m benchmarks.exits [--times N] [--json FILE]``
 
 A trainer that serves torch's flight recorder to its agent has some more threads of C++. It does steps of DDP on gloo,
-and ends in eight ways, with the recorder and without. Counted are the exit codes; a trainer that has not ended after a
-minute counts as "hangs". ``--minutes``: begin no round later than that. Exit status 1: the codes are not the same.
+and ends in eight ways, with the recorder and without. Counted are the exit codes; a trainer that has not ended, and
+has used no processor time for half a minute, counts as "hangs". ``--minutes``: begin no round later than that. Exit
+status 1: the codes are not the same.
 
 Trainers are forked from processes that have imported torch, and end as any script does: with the interpreter's own end.
 """
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import show
+from lakeckpt.watch.facts import look_at_process
 
 WAYS = {
     "plain end": "0",
@@ -40,7 +42,7 @@ WAYS = {
     "exception of another rank": "1 1",
 }
 """How a trainer ends, and the exit codes of its ranks."""
-_HANGS_S = 60.0
+_HANGS_S = 30.0
 _WARM = "--warm"
 
 
@@ -146,7 +148,11 @@ def _code(pid: int) -> str:
     """Wait for the end of a child process, and return its exit code."""
     pidfd, ends = os.pidfd_open(pid), select.poll()
     ends.register(pidfd, select.POLLIN)
-    has_ended = ends.poll(1000 * _HANGS_S)
+    ticks = -1
+    while not (has_ended := bool(ends.poll(1000 * _HANGS_S))):
+        before, ticks = ticks, process.ticks if (process := look_at_process(pid)) is not None else ticks
+        if ticks == before:
+            break
     os.close(pidfd)
     if not has_ended:
         os.kill(pid, signal.SIGKILL)

