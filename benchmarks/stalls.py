@@ -22,6 +22,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -56,6 +57,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", default=[*FAULTS, *HEALTHY], help="which kinds (default: all)")
     parser.add_argument("--without", default="", help="py-spy, recorder, or both with a comma: do without these")
     parser.add_argument("--beside", type=int, default=1, help="so many jobs run beside each other (default: 1)")
+    parser.add_argument("--minutes", type=float, default=600.0, help="begin no job later than that")
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     parser.add_argument("--restart", action="store_true", help="let the watch act, and wait for the jobs' ends")
     options = parser.parse_args()
@@ -71,13 +73,19 @@ def main() -> int:
     if "py-spy" not in without and shutil.which("py-spy") is None:
         print("py-spy is not on the path: ranks write their own stacks.")
 
-    def tried(kind: str, rank: int) -> dict[str, Any]:
+    until_s = time.monotonic() + 60 * options.minutes
+
+    def tried(kind: str, rank: int) -> dict[str, Any] | None:
+        if time.monotonic() > until_s:
+            return None
         one = _tried(kind, rank, without)
         print(*_row(one), sep="  ", flush=True)
         return one
 
     with ThreadPoolExecutor(options.beside) as pool:
-        found = list(pool.map(tried, *zip(*product(kinds, options.ranks), strict=True)))
+        tries = list(pool.map(tried, *zip(*product(kinds, options.ranks), strict=True)))
+    found = [one for one in tries if one is not None]
+    print(f"{len(tries) - len(found)} of {len(tries)} jobs were not begun in time")
     columns = ("kind", "on rank", "seconds", "verdict", "right rank", "reason")
     show("faults in a job of 4 ranks", columns, [_row(one) for one in found])
     return _judged(found, without, options.json)

@@ -29,6 +29,10 @@ from tests.patience import PATIENCE_S
 
 BATCH, ROWS, AT = 4, 4096, 30
 STEP_S = 0.05
+_PRELOADED = [
+    "torch._dynamo", "torch.distributed.launcher.api", "lakeckpt.checkpoint.manager", "lakeckpt.data.loader.loader",
+    "lakeckpt.data.dataset.dataset", __name__,
+]  # fmt: skip
 _SLOW_SITE = """
 import functools, os, time
 from lakeckpt.lake.storage.local import LocalStorage
@@ -95,7 +99,7 @@ def _started(folder: Path, arguments: list[str], ranks: int, launcher: str, envi
     out = folder / "said.txt"
     if launcher == "elastic":
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.launcher.api", "lakeckpt", __name__])
+        context.set_forkserver_preload(_PRELOADED)
         forked = context.Process(target=_launch, args=(out, arguments, ranks, environment))
         forked.start()
         return _Launcher(forked.pid or 0, lambda: forked.exitcode, forked.join)
