@@ -10,7 +10,7 @@ Exit status 1: a fault is not perceived, or later than three steps and ten secon
 The ranks serve torch's flight recorder, and stacks come from py-spy (``pip install 'lakeckpt[watch]'``). ``--without
 py-spy,recorder`` takes away one of them or both: then 90 % of the ranks have to be right, and kinds do not count.
 
-``--restart`` lets the watch end the ranks of the twelve kinds that cannot heal, after five seconds instead of five
+``--restart`` lets the watch end the ranks of the kinds that cannot heal, after five seconds instead of five
 minutes: each job has to go on by itself, with the weights of a job without a fault and a proved audit.
 """
 

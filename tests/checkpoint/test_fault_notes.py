@@ -8,12 +8,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import nn
 
-from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.faults.causes import cause_of_error, cause_of_status, exit_status, killed_for_memory
 from lakeckpt.checkpoint.faults.notes import (
@@ -154,23 +151,3 @@ def test_the_kills_of_a_control_group_are_counted(tmp_path: Path, line: str, fil
     assert killed_for_memory(str(tmp_path / "cgroup"), str(tmp_path / "sys")) == 4
     path.unlink()
     assert killed_for_memory(str(tmp_path / "cgroup"), str(tmp_path / "sys")) == 0
-
-
-def test_a_save_that_the_script_asks_for_is_a_phase_of_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    phases, save = [], CheckpointManager._save
-
-    def looked(manager: CheckpointManager, *arguments: Any, **options: Any) -> Any:
-        phases.extend(page.phase for file in tmp_path.glob("arenas/*.beat") if (page := read_page(str(file))))
-        return save(manager, *arguments, **options)
-
-    monkeypatch.setattr(CheckpointManager, "_save", looked)
-    state = {"model": nn.Linear(1, 1)}
-    with CheckpointManager(tmp_path / "run", state, capture_every=1, arenas=tmp_path / "arenas") as manager:
-        manager.restore()
-        manager.step()
-        manager.save()
-        [file] = tmp_path.glob("arenas/*.beat")
-        page = read_page(str(file))
-    assert phases[0] == "save" and page is not None and page.phase == "between"

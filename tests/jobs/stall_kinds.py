@@ -94,9 +94,9 @@ def child(folder: Path) -> None:
 
 def dead_child(folder: Path) -> None:
     """Wait for the answer of a child process that has died."""
-    subprocess.Popen(["true"])
-    time.sleep(0.2)
+    process = subprocess.Popen(["true"])  # which nobody waits for
     threading.Event().wait()
+    process.wait()
 
 
 def swapped(folder: Path) -> None:

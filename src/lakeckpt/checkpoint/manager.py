@@ -390,10 +390,8 @@ class CheckpointManager(Closing):
             self._metric = held_metric(metric)
         self._schedule.begins()
         handle = None if sync else self._reporter.handle(self._step, self.wait)
-        self._aftermath.phase("save")
         with self._preemption.busy(), self._reporter.stalling():
             self._save(saves, sync=sync)
-        self._aftermath.phase("between")
         return self._reporter.newest if handle is None else handle
 
     def fence(self) -> None:
