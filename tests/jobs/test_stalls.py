@@ -11,7 +11,8 @@ import pytest
 
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.lake.storage.open import open_storage
-from tests.jobs.stalls import FAULTS, run
+from tests.jobs.stall_kinds import FAULTS
+from tests.jobs.stalls import run
 
 
 @pytest.mark.soak
