@@ -170,7 +170,10 @@ class _Node:
     def joined(self, looks: NodeLooks) -> Collection[NodeLooks]:
         """Give the looks to the other nodes, and wait for theirs."""
         watched = self._watched
-        pause = lambda seconds: self._ends.poll(1000 * seconds)  # noqa: E731
+
+        def pause(seconds: float) -> object:
+            return self._ends.poll(1000 * seconds)
+
         return join_looks(watched.storage, watched.attempt, looks, world=watched.world, pause=pause)
 
     def report(self, stall: Stall) -> None:
