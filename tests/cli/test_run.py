@@ -137,6 +137,14 @@ sys.exit(beside.STATUS)
 """
 
 
+@pytest.mark.soak
+def test_an_import_error_ends_the_launcher_after_three_tries_with_the_status_of_the_script(tmp_path: Path) -> None:
+    done = ran(tmp_path, "print('started', flush=True)\nimport a_module_that_nobody_has")
+    assert done.returncode == 1 and done.stdout.splitlines() == ["started"] * 3
+    assert "3 attempts failed before the run began" in done.stderr
+    assert "No module named 'a_module_that_nobody_has'" in done.stderr
+
+
 def test_a_script_that_never_begins_a_run_ends_the_launcher_with_its_own_status(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("STATUS = 7")
     done = ran(tmp_path, SCRIPT)
