@@ -34,10 +34,10 @@ def write_tables(folder: Path) -> None:
         pq.write_table(pa.table(columns), folder / f"part-{number}.parquet", row_group_size=16)
 
 
-def run(folder: Path, *launch: str, ranks: int, status: int = 0, **options: Any) -> str:
-    """Run the job in ``folder``, which ends with ``status``; what all processes printed. ``launch`` are options of
-    `lakeckpt run`, and ``options`` those of `main`."""
-    command = [sys.executable, "-m", "lakeckpt", "run", *launch, f"--nproc-per-node={ranks}", __file__]
+def run(folder: Path, *, ranks: int, status: int = 0, **options: Any) -> str:
+    """Run the job in ``folder``, which ends with ``status``; what all processes printed. ``options`` are those of
+    `main`."""
+    command = [sys.executable, "-m", "lakeckpt", "run", f"--nproc-per-node={ranks}", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     command += [str(folder), json.dumps(options)]
@@ -69,14 +69,12 @@ def main(
     workers: int = 0,
     captures: bool = True,
     by: str = "raise",
-    text: str = f"the row {POISON} is bad",
     times: int = 99,
     steps: int | None = None,
     every: int = 5,
 ) -> None:
-    """The training script. The row ends the first ``times`` starts ``by`` an exception of that ``text``, or by a signal
-    (several, separated by commas: in turn), and the loop ends after so many ``steps`` of an attempt that has left it
-    behind."""
+    """The training script. The row ends the first ``times`` starts ``by`` an exception or a signal, and the loop ends
+    after so many ``steps`` of an attempt that has left it behind."""
     import torch
     import torch.distributed as dist
 
@@ -106,9 +104,8 @@ def main(
                 found = [int(one) for one in batch["tokens" if packed else "id"].reshape(-1).tolist()]
                 if (3 * POISON if packed else POISON) in found and start < times:
                     if by == "raise":
-                        raise ValueError(text)
-                    signals = by.split(",")
-                    os.kill(os.getpid(), signal.Signals[signals[start % len(signals)]])
+                        raise ValueError(f"the row {POISON} is bad")
+                    os.kill(os.getpid(), signal.Signals[by])
                 optimizer.zero_grad()
                 trained(torch.ones(len(found), 1)).mean().backward()
                 optimizer.step()
