@@ -174,7 +174,7 @@ def _tried(fault: str, rank: int, without: Collection[str]) -> dict[str, Any]:
         "seconds": one["perceived"] - result["injected"] if stalls else None,
         "ranks": one["ranks"],
         "kind": one["kind"],
-        "reason": one["reason"].replace(f"{ROOT}/", ""),
+        "reason": one["reason"].replace(f"{ROOT}{os.sep}", ""),
         "acted": any(stall["acted"] for stall in stalls),
         "right rank": one["ranks"] == [rank],
         "right kind": fault in HEALTHY or one["kind"] in FAULTS[fault][1],
