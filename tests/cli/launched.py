@@ -3,7 +3,7 @@
 ``launched.py FOLDER KILLS WORKERS METHOD MODE``: KILLS are steps, separated by commas. In attempt i, rank 1 kills
 itself after it has finished the i-th of them. MODE is empty, or what else goes wrong in every attempt: ``raise`` and
 ``crash`` at the micro-batch with row `POISON`, or ``bad cut``: attempts that go on from a step beyond 5 raise. With
-``stop``, rank 1 is stopped instead of killed, and collectives end after 5 s.
+``stop 5``, rank 1 is stopped instead of killed, and collectives end after 5 s.
 Each rank notes, for each step, the attempt, the time (seconds since 1970) and its rows. `run` runs the script by a
 launcher.
 """
@@ -53,6 +53,15 @@ def noted(folder: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"notes-{rank}.jsonl").read_text().splitlines()]
 
 
+def faults_of_run(folder: Path) -> dict[str, Any]:
+    """What ``lakeckpt faults --json`` says of the run in ``folder``."""
+    command = [sys.executable, "-m", "lakeckpt", "faults", str(folder / "run"), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 def main(folder: Path, kills: list[int], workers: int, method: str, mode: str) -> None:
     import torch
     import torch.distributed as dist
@@ -60,10 +69,11 @@ def main(folder: Path, kills: list[int], workers: int, method: str, mode: str) -
     import lakeckpt
     from lakeckpt.testing import fail_at
 
+    limit_s = float(mode.removeprefix("stop ")) if mode.startswith("stop ") else None
     for start, step in enumerate(kills):
-        fail_at(1, step + 1, "batch", by="SIGSTOP" if mode == "stop" else "SIGKILL", attempt=start)
+        fail_at(1, step + 1, "batch", by="SIGKILL" if limit_s is None else "SIGSTOP", attempt=start)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=5) if mode == "stop" else None)
+    dist.init_process_group("gloo", timeout=None if limit_s is None else timedelta(seconds=limit_s))
     rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.manual_seed(5)
     model = torch.nn.Linear(1, 8)

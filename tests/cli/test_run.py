@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -57,7 +56,7 @@ def test_a_killed_job_goes_on_warm_and_each_row_counts_once(tmp_path: Path) -> N
     write_table(tmp_path / "table", rows=launched.ROWS)
     assert "ranks start cold" not in launched.run(tmp_path, kills="9")
     check_rows(tmp_path, {0, 1})
-    (fault,) = faults_of_run(tmp_path)["faults"]
+    (fault,) = launched.faults_of_run(tmp_path)["faults"]
     assert (fault["cause"], fault["what"], fault["rank"], fault["step"]) == ("signal", "SIGKILL", 1, 9)
     assert (fault["doing"], fault["deaths"]) == ("compute", 1)
     assert fault["tier"] in ("memory", "storage")  # agents may have persisted the cut meanwhile
@@ -72,7 +71,7 @@ def test_a_row_that_kills_a_job_of_two_ranks_three_times_ends_the_launcher_with_
     said = launched.run(tmp_path, mode="crash", status=93)
     assert "3 times in a row by signal SIGSEGV" in said and f"lakeckpt faults {tmp_path / 'run'}" in said
     assert launched.POISON in rows_named(tmp_path / "table", said)
-    faults = faults_of_run(tmp_path)["faults"]
+    faults = launched.faults_of_run(tmp_path)["faults"]
     assert len(faults) == 3 and {(one["cause"], one["what"]) for one in faults} == {("signal", "SIGSEGV")}
     assert len({json.dumps(one["micro_batch"]) for one in faults}) == 1
 
@@ -90,7 +89,7 @@ def test_a_bad_cut_in_memory_is_passed_over_after_the_third_death(tmp_path: Path
     write_table(tmp_path / "table", rows=launched.ROWS)
     said = launched.run(tmp_path, mode="bad cut", kills="9")
     assert "3 deaths in a row without progress: the newest checkpoint before step" in said
-    faults = faults_of_run(tmp_path)["faults"]
+    faults = launched.faults_of_run(tmp_path)["faults"]
     first, second, third = (one["back_to"] for one in faults)
     assert first == second > third == 5 and [one["deaths"] for one in faults] == [1, 2, 3]
     assert is_proved(tmp_path)
@@ -99,21 +98,12 @@ def test_a_bad_cut_in_memory_is_passed_over_after_the_third_death(tmp_path: Path
 @pytest.mark.soak
 def test_a_stopped_rank_is_the_cause_and_its_launcher_need_not_wait_for_it(tmp_path: Path) -> None:
     write_table(tmp_path / "table", rows=launched.ROWS)
-    said = launched.run(tmp_path, kills="9", mode="stop")
+    said = launched.run(tmp_path, kills="9", mode="stop 5")
     assert "Unable to shutdown process" not in said  # torchelastic's, after 30 s
     check_rows(tmp_path, {0, 1})
-    (fault,) = faults_of_run(tmp_path)["faults"]
+    (fault,) = launched.faults_of_run(tmp_path)["faults"]
     assert (fault["cause"], fault["what"], fault["rank"], fault["step"]) == ("hang", "SIGSTOP", 1, 9)
     assert fault["steps_again"] <= 1 and fault["phases"]["perceived"] >= 5
-
-
-def faults_of_run(folder: Path) -> dict[str, Any]:
-    """What ``lakeckpt faults --json`` says of the run in ``folder``."""
-    command = [sys.executable, "-m", "lakeckpt", "faults", str(folder / "run"), "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(launched.ROOT / "src")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
 
 
 @pytest.mark.soak

@@ -34,10 +34,10 @@ def write_tables(folder: Path) -> None:
         pq.write_table(pa.table(columns), folder / f"part-{number}.parquet", row_group_size=16)
 
 
-def run(folder: Path, *, ranks: int, status: int = 0, **options: Any) -> str:
-    """Run the job in ``folder``, which ends with ``status``; what all processes printed. ``options`` are those of
-    `main`."""
-    command = [sys.executable, "-m", "lakeckpt", "run", f"--nproc-per-node={ranks}", __file__]
+def run(folder: Path, *launch: str, ranks: int, status: int = 0, **options: Any) -> str:
+    """Run the job in ``folder``, which ends with ``status``; what all processes printed. ``launch`` are options of
+    `lakeckpt run`, and ``options`` those of `main`."""
+    command = [sys.executable, "-m", "lakeckpt", "run", *launch, f"--nproc-per-node={ranks}", __file__]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     command += [str(folder), json.dumps(options)]

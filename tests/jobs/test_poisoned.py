@@ -10,6 +10,7 @@ import pytest
 
 from lakeckpt.checkpoint.ledger.audit import audit
 from lakeckpt.lake.storage.open import open_storage
+from tests.cli import launched
 from tests.jobs import poisoned
 
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -50,7 +51,23 @@ def test_a_row_that_fails_two_times_of_three_is_not_named_and_nothing_is_exclude
     poisoned.write_tables(tmp_path / "table")
     said = poisoned.run(tmp_path, ranks=2, times=2, captures=captures)
     assert f"the row {poisoned.POISON} is bad" in said, "the row has not failed"
+    check_whole(tmp_path, said)
+
+
+@pytest.mark.soak
+def test_five_starts_by_hand_that_fail_name_no_row_and_roll_back_nothing(tmp_path: Path) -> None:
+    poisoned.write_tables(tmp_path / "table")
+    launch = ("--max-restarts=0", "--cold")
+    said = [poisoned.run(tmp_path, *launch, ranks=1, status=1) for _ in range(5)]
+    said.append(poisoned.run(tmp_path, *launch, ranks=1, times=0))
+    back_to = [one["back_to"] for one in launched.faults_of_run(tmp_path)["faults"]]
+    assert len(back_to) == 5 and len(set(back_to)) == 1 and back_to[0] > 0
+    check_whole(tmp_path, "".join(said))
+
+
+def check_whole(folder: Path, said: str) -> None:
+    """Every row counts once, nothing was excluded, and no micro-batch was named."""
     assert "times in a row" not in said and "3 deaths in a row" not in said, said
-    report = audit(open_storage(tmp_path / "run"))
+    report = audit(open_storage(folder / "run"))
     assert (report.verdict, report.excluded) == ("proved", 0), report
-    assert poisoned.keys(tmp_path) == Counter(range(poisoned.ROWS))
+    assert poisoned.keys(folder) == Counter(range(poisoned.ROWS))
