@@ -73,8 +73,8 @@ def main(
     steps: int | None = None,
     every: int = 5,
 ) -> None:
-    """The training script. The row ends the first ``times`` starts ``by`` an exception or a signal, and the loop ends
-    after so many ``steps`` of an attempt that has left it behind."""
+    """The training script. The row ends the first ``times`` starts ``by`` an exception or a signal (of several with
+    commas, by each in turn), and the loop ends after so many ``steps`` of an attempt that has left it behind."""
     import torch
     import torch.distributed as dist
 
@@ -105,7 +105,8 @@ def main(
                 if (3 * POISON if packed else POISON) in found and start < times:
                     if by == "raise":
                         raise ValueError(f"the row {POISON} is bad")
-                    os.kill(os.getpid(), signal.Signals[by])
+                    signals = by.split(",")
+                    os.kill(os.getpid(), signal.Signals[signals[start % len(signals)]])
                 optimizer.zero_grad()
                 trained(torch.ones(len(found), 1)).mean().backward()
                 optimizer.step()

@@ -71,3 +71,13 @@ def check_whole(folder: Path, said: str) -> None:
     report = audit(open_storage(folder / "run"))
     assert (report.verdict, report.excluded) == ("proved", 0), report
     assert poisoned.keys(folder) == Counter(range(poisoned.ROWS))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("status", "options"), [(93, {"by": "SIGKILL,SIGSEGV,SIGBUS"}), (0, {"by": "SIGBUS"})])
+def test_on_one_node_no_launcher_leaves_whatever_ends_its_ranks(
+    tmp_path: Path, status: int, options: dict[str, Any]
+) -> None:
+    poisoned.write_tables(tmp_path / "table")
+    said = poisoned.run(tmp_path, ranks=2, status=status, **options)
+    assert "NodeLeaves" not in said and "most deaths lie on this node" not in said

@@ -1,9 +1,10 @@
 """Train one epoch with a global batch of 8 rows on however many ranks there are, and note which rows each step used.
 
 The table lies in ``table`` of the working directory, and the run in ``run``. A step takes at least 0.3 s until the file
-``hurry`` is there. ``ARENAS`` in the environment is the folder of this node's memory. The rank of the node ``FAILS_ON``
-kills itself in its first step, each time by another signal: else the micro-batch would be blamed. What each rank
-restored is noted in ``restored.jsonl``, and each finished step in ``finished.jsonl``.
+``hurry`` is there, and none in an attempt that finds the file ``hold``. ``ARENAS`` in the environment is
+the folder of this node's memory. The rank of the node ``FAILS_ON`` kills itself in its first step, each time by another
+signal: else the micro-batch would be blamed. What each rank restored is noted in ``restored.jsonl``, and each finished
+step in ``finished.jsonl``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,15 @@ GLOBAL_BATCH = 8
 def append(name: str, **facts: object) -> None:
     with open(name, "a") as file:
         file.write(json.dumps(facts) + "\n")
+
+
+def hold() -> None:
+    """Wait as in a step: a lost node breaks the collective, and SIGTERM ends the process at once."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    while Path("hold").exists():
+        dist.barrier()
+        time.sleep(0.05)
+    signal.signal(signal.SIGTERM, before)
 
 
 def main() -> None:
@@ -60,6 +70,7 @@ def main() -> None:
             read=dict(report.read),
             passed_over=report.passed_over,
         )
+        hold()
         accumulate = manager.accumulation(global_batch=GLOBAL_BATCH, exact=True)
         ids: list[int] = []
         batches = 0

@@ -67,6 +67,10 @@ class Launchers:
         path = self.job.folder / "restored.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def worlds(self) -> list[int]:
+        """How many ranks each attempt had that has restored, in their order."""
+        return list({one["attempt"]: one["world"] for one in self.restored()}.values())
+
     def finished(self, attempt: int) -> int:
         """The furthest step that ``attempt`` has finished."""
         lines = (self.job.folder / "finished.jsonl").read_text().splitlines()
@@ -123,6 +127,33 @@ def test_a_node_is_lost_and_the_job_goes_on_with_one_and_then_with_two_again(lau
         assert 0 <= again <= 1, launchers.restored()
     # Agents may have persisted the newest cut when the node came back, but not without the lost node's share.
     assert second[0]["captured"] == second[0]["step"] and "storage" not in second[0]["read"], launchers.restored()
+
+
+def test_three_lost_nodes_in_a_row_roll_back_nothing(launchers: Launchers) -> None:
+    """The second and third one are lost before the job has come on by a step."""
+    job, hold = launchers.job, launchers.job.folder / "hold"
+    launchers.start("node-0")
+    launchers.start("node-1")
+    job.wait_for_steps(16)  # by then, replicas are known
+    hold.touch()
+    worlds = [2]
+    for number in range(3):
+        if number:
+            launchers.start("node-1")
+            worlds.append(2)
+            wait(lambda: launchers.worlds() == worlds, job.text)
+        launchers.lose("node-1")
+        worlds.append(1)
+        wait(lambda: launchers.worlds() == worlds, job.text)
+    hold.unlink()
+    job.hurry()
+    wait(lambda: launchers.of["node-0"].poll() is not None, job.text)
+    assert launchers.of["node-0"].returncode == 0, job.text()
+    check_rows(job)
+    steps = {one["attempt"]: one["step"] for one in launchers.restored()}
+    first = min(steps)
+    assert len({step for attempt, step in steps.items() if attempt > first}) == 1, launchers.restored()
+    assert 0 <= launchers.finished(first) - steps[max(steps)] <= 1, launchers.restored()
 
 
 def test_a_node_on_which_all_deaths_lie_leaves_with_94_and_the_other_one_ends_the_job(launchers: Launchers) -> None:
