@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lakeckpt
 from tests.frameworks.notes import note
-from tests.jobs.stalls import silent_socket
+from tests.jobs.stall_kinds import silent_socket
 
 EPOCHS = 2
 EPOCH = 1_000
