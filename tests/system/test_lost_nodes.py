@@ -105,7 +105,7 @@ def test_of_four_nodes_one_is_restored_from_the_others_and_two_of_a_group_from_s
     with several_nodes(4) as nodes:
         for number, node in enumerate(nodes):
             start(node, nodes, job, count="4", own=own(job, f"memory-{number}", peers))
-        job.wait_for_steps(20)
+        job.wait_for_steps(20 if peers == "copy" else 60)
         for number in lost:
             nodes[number].kill()
             shutil.rmtree(job.folder / f"memory-{number}")
@@ -116,7 +116,7 @@ def test_of_four_nodes_one_is_restored_from_the_others_and_two_of_a_group_from_s
         assert [node.statuses()[-1] for node in nodes] == [0] * 4, job.text()
     job.check_every_row_counted_once(attempts=2)
     if len(lost) == 1:
-        report(f"one of four nodes, {peers}", job)
+        report(f"one of four nodes, {peers}", job, most_again=1 if peers == "copy" else 20)
         return
     after = [one for one in map(json.loads, (job.folder / "restored.jsonl").read_text().splitlines()) if one["attempt"]]
     assert [one["captured"] for one in after] == [None] * 4
@@ -129,8 +129,8 @@ def run_of(job: ClusterJob) -> tuple[LocalStorage, History]:
     return storage, read_history(storage)
 
 
-def report(case: str, job: ClusterJob) -> None:
-    """Print how many steps were done again, and what was read from where."""
+def report(case: str, job: ClusterJob, most_again: int = 1) -> None:
+    """Print how many steps were done again, and what was read from where. Parity is made about once in a second."""
     restored, finished = (
         list(map(json.loads, (job.folder / f"{name}.jsonl").read_text().splitlines()))
         for name in ("restored", "finished")
@@ -140,5 +140,5 @@ def report(case: str, job: ClusterJob) -> None:
     again = max(one["step"] for one in finished if one["attempt"] == first) - after[0]["step"]
     read = {one["rank"]: one["read"] for one in after}
     print(f"\n{case}: steps done again: {again}; bytes that each rank read: {read}")
-    assert again <= 1 and all(one["captured"] == one["step"] for one in after), after
+    assert again <= most_again and all(one["captured"] == one["step"] for one in after), after
     assert all(one["read"] and "storage" not in one["read"] for one in after), after

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -39,6 +42,7 @@ from lakeckpt.recovery.shares import ShareList
 from tests.checkpoint.agent.rig import DIGEST
 from tests.checkpoint.peers.nodes import KEY
 from tests.checkpoint.peers.test_copies import stated
+from tests.patience import PATIENCE_S
 
 SIZES = [5 * LEAF_BYTES + 77, 7 * LEAF_BYTES, 100, 2 * LEAF_BYTES + 1]
 """How much each of four ranks captures."""
@@ -296,6 +300,36 @@ def test_rank_0_measures_alone_and_all_give_the_cuts_of_one_stride(tmp_path: Pat
     job.stride = 4
     assert job.train(*range(1, 18)) == [4, 8, 12, 16]
     assert not any(one.logged for one in job.nodes)
+
+
+def test_members_that_look_at_moments_of_their_own_make_parity_again_and_again(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """A cut each 20 ms, of which every 30th falls due; a member comes late now and then."""
+    job, over = Job(tmp_path, stack, [100, 50, 70, 10]), threading.Event()
+    job.stride, told = 30, [Counter[int]() for _ in job.nodes]
+    shares = ShareList.of([b"a", b"b", b"c", b"d"])
+
+    def look(node: Node) -> None:
+        chance = random.Random(node.rank)
+        while not over.is_set():
+            node.now = time.monotonic()
+            if (cut := node.sender.look()) is not None:
+                told[node.rank][cut.step] += 1
+            time.sleep(0.7 if chance.random() < 0.02 else chance.uniform(0.0, 0.02))
+
+    looking = [job.pool.submit(look, one) for one in job.nodes]
+    step, end = 0, time.monotonic() + PATIENCE_S
+    while len(set.intersection(*map(set, told))) < 3 and time.monotonic() < end:
+        step += 1
+        for one in job.nodes:
+            one.capture(step, shares)
+        time.sleep(0.02)
+    over.set()
+    for one in looking:
+        one.result()
+    assert len(set.intersection(*map(set, told))) >= 3
+    assert all(step % job.stride == 0 for counts in told for step in counts)
 
 
 def test_parity_of_a_group_that_is_no_more_is_removed(tmp_path: Path, stack: ExitStack) -> None:

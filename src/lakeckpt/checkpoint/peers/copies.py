@@ -12,8 +12,9 @@ cuts after the attempt began, nothing is copied. If the keeper takes no copy, th
 again ever later. `start_copying` starts a daemon thread, which ends with the trainer. Imports without torch.
 
 For parity, each keeper gets some pieces of the share (`lakeckpt.checkpoint.peers.parity`), and answers when all members
-of the group have given theirs. All ranks must give the same cuts, so nobody waits for the answer while rank 0 measures.
-A share that another node captures, too, counts as empty.
+of the group have given theirs. Members must look at about the same time, so a stride takes at least a second, and a cut
+that others have not given is not tried again: the next one is. Nobody waits for the answer while rank 0 measures. A
+share that another node captures, too, counts as empty.
 """
 
 from __future__ import annotations
@@ -46,10 +47,17 @@ from lakeckpt.recovery.shares import ShareList
 __all__ = ["CopySender", "start_copying"]
 
 _KEPT, _MEASURED = 2, 2
+_NO_DIGITS = dict.fromkeys(map(ord, "0123456789"))
 _SPARED_CUTS = 8
 """The list of shares is there after so many cuts: `lakeckpt.checkpoint.peers.alike`."""
 _LOOK_S, _LEAST_LOOK_S, _SILENT_S = 0.1, 0.005, JOIN_S + 30.0
 _RETRY_S, _ASK_S, _LONGEST_RETRY_S = 1.0, 0.5, 60.0
+_APART_S = 1.0
+"""The least time between two cuts of parity: members that look a step apart must mean the same cut."""
+
+
+class _Unjoined(Exception):
+    """A keeper has no parity of this cut: other members have given another one, or none."""
 
 
 class CopySender:
@@ -129,8 +137,13 @@ class CopySender:
                 self._give(held, waits=self._identity.rank > 0 or self._sent > _MEASURED)
             else:
                 self._put(held, kind)
+        except _Unjoined as error:
+            self._last = cut.step
+            self._failed(cut, error, again_s=0.0)
+            return False
         except (OSError, EOFError, WireError, ArenaError) as error:
-            self._failed(cut, error)
+            self._failed(cut, error, again_s=self._retry_s)
+            self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
             return False
         if kind == "documents":
             self._last_documents = cut.step
@@ -174,7 +187,8 @@ class CopySender:
         if self._identity.rank == 0 and self._sent < _MEASURED:
             return 1
         if self._stride is None and self._now() >= self._next_ask_s:
-            self._stride = self._agree(_stride(max(self._keeping.every_s, 2 * self._took_s), self._cut_s))
+            apart_s = _APART_S if self._keeping.members else 0.0
+            self._stride = self._agree(_stride(max(self._keeping.every_s, 2 * self._took_s, apart_s), self._cut_s))
             self._next_ask_s = self._now() + self._ask_s
             self._ask_s = min(2 * self._ask_s, _LONGEST_RETRY_S)
         return self._stride
@@ -210,14 +224,17 @@ class CopySender:
         documents = b"" if is_empty else held.documents()
         leaves = b"" if is_empty else checked(contents_of(held)).checksums or b""
         connections = [self._connected(keeper) for keeper in self._keeping.keepers]
-        for connection, other in zip(connections, self._keeping.parity_of, strict=True):
-            identity = replace(self._identity, kind="parity", rank=other, members=members)
-            self._offer(connection, held, identity, documents, leaves, has_data=not is_empty)
-            for piece, _ in () if is_empty else pieces_for(members, rank, other, held.data_bytes):
-                send_data(connection, held, piece * LEAF_BYTES, LEAF_BYTES)
-            _require(connection)
-        for connection in connections if waits else ():
-            _require(connection)
+        try:
+            for connection, other in zip(connections, self._keeping.parity_of, strict=True):
+                identity = replace(self._identity, kind="parity", rank=other, members=members)
+                self._offer(connection, held, identity, documents, leaves, has_data=not is_empty)
+                for piece, _ in () if is_empty else pieces_for(members, rank, other, held.data_bytes):
+                    send_data(connection, held, piece * LEAF_BYTES, LEAF_BYTES)
+                _require(connection)
+            for connection in connections if waits else ():
+                _require(connection)
+        except ArenaError as error:
+            raise _Unjoined(str(error)) from error
         if not waits:
             self._hang_up()
 
@@ -256,15 +273,14 @@ class CopySender:
             self._connections[keeper] = connected_to(note, _SILENT_S)
         return self._connections[keeper]
 
-    def _failed(self, cut: CutId, error: Exception) -> None:
-        """Report once why a share is unprotected, and try again later."""
+    def _failed(self, cut: CutId, error: Exception, *, again_s: float) -> None:
+        """Report once why a share is unprotected, and try again that much later."""
         self._hang_up()
         why = str(error) or type(error).__name__
-        if why != self._wrong:
+        if (kind := why.translate(_NO_DIGITS)) != self._wrong:
             self._log(f"step {cut.step} is unprotected, as its copy was not taken: {why}")
-        self._wrong = why
-        self._next_s = self._now() + self._retry_s
-        self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+        self._wrong = kind
+        self._next_s = self._now() + again_s
 
     def _hang_up(self) -> None:
         for connection in self._connections.values():
