@@ -25,11 +25,12 @@ ROWS = 160
 
 
 class ClusterJob(Job):
-    """A job in ``folder``, which is made. Whoever starts it gives it `environment`."""
+    """A job in ``folder``, which is made, over a table of ``rows`` rows. Whoever starts it gives it `environment`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rows: int = ROWS) -> None:
         super().__init__(folder, folder / "train.py")
-        write_table(folder / "table", rows=ROWS)
+        self._rows = rows
+        write_table(folder / "table", rows=rows)
         shutil.copy(Path(__file__).with_name("cluster_train.py"), self.script)
         self.environment = {
             **os.environ,
@@ -65,7 +66,7 @@ class ClusterJob(Job):
 
     def check_every_row_counted_once(self, *, attempts: int) -> None:
         """Check that each row of each epoch counts once in the surviving history, and that the audit says so."""
-        expected = [row + EPOCH * epoch for epoch in range(EPOCHS) for row in range(ROWS)]
+        expected = [row + EPOCH * epoch for epoch in range(EPOCHS) for row in range(self._rows)]
         assert self.counts() == Counter(expected), self.text()
         assert len({line["attempt"] for line in self.lines()}) == attempts, self.text()
         assert audit(LocalStorage(self.folder / "run")).verdict == "proved"

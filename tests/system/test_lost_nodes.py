@@ -100,7 +100,7 @@ def test_a_node_that_is_cut_off_is_perceived_by_the_agent_of_another_node_which_
 def test_of_four_nodes_one_is_restored_from_the_others_and_two_of_a_group_from_storage(
     tmp_path: Path, peers: str, lost: tuple[int, ...]
 ) -> None:
-    job = ClusterJob(tmp_path / "job")
+    job = ClusterJob(tmp_path / "job", rows=160 if peers == "copy" else 960)
     job.environment["FSDP"] = "1"
     with several_nodes(4) as nodes:
         for number, node in enumerate(nodes):

@@ -121,9 +121,9 @@ def test_the_stride_of_rank_0_is_measured_in_its_first_transfers(
     keeper = Keeper(tmp_path, stack, replace(KEEPING, every_s=every_s))
     sender, published = keeper.sender, list[int]()
 
-    def agree(own: int) -> int:
-        published.append(own)
-        return own
+    def agree(own: int) -> int | None:
+        published.extend([own] if own else [])
+        return own or None
 
     monkeypatch.setattr(sender, "_agree", agree)
     monkeypatch.setattr(sender, "_identity", replace(IDENTITY, rank=0))
@@ -279,9 +279,9 @@ def test_copies_of_a_history_that_no_longer_holds_are_discarded(put: object, sta
 
 def test_copies_of_ranks_that_another_node_keeps_now_are_removed(put: object) -> None:
     keeper, _ = put  # type: ignore[misc]
-    remove_copies(keeper.folder, DIGEST, but=[1])
+    remove_copies(keeper.folder, DIGEST, but={"copy": [1]})
     assert keeper.kept()
-    remove_copies(keeper.folder, DIGEST, but=[0])
+    remove_copies(keeper.folder, DIGEST, but={"copy": [0]})
     assert keeper.folder.found() == []
 
 

@@ -30,12 +30,13 @@ from lakeckpt.checkpoint.format.parts import RANDOM
 from lakeckpt.checkpoint.peers.copies import CopySender
 from lakeckpt.checkpoint.peers.fetch import PeerShare
 from lakeckpt.checkpoint.peers.grouping import Copying, Keeping, keeping_of
+from lakeckpt.checkpoint.peers.joining import ParityKeeper
 from lakeckpt.checkpoint.peers.next_node import NodeNote
 from lakeckpt.checkpoint.peers.parity import pieces_for
 from lakeckpt.checkpoint.peers.rebuilt import RebuiltShare
 from lakeckpt.checkpoint.peers.serve import ShareServer
-from lakeckpt.checkpoint.peers.wire import AskShare
-from lakeckpt.errors import ArenaDamaged
+from lakeckpt.checkpoint.peers.wire import AskShare, PutShare
+from lakeckpt.errors import ArenaDamaged, ArenaError
 from lakeckpt.recovery.decide import Decision, Source, decide
 from lakeckpt.recovery.facts import CutId, NodeFacts
 from lakeckpt.recovery.shares import ShareList
@@ -83,7 +84,7 @@ class Node:
             0,
             keeping,
             note=lambda keeper: NodeNote(node="", address=job.nodes[keeper].server.address, key=KEY),
-            agree=lambda own: job.stride,
+            agree=lambda own: job.stride if own else None,
             now=lambda: self.now,
             log=self.logged.append,
         )
@@ -216,6 +217,27 @@ def test_every_leaf_of_a_share_goes_to_one_other_member() -> None:
             assert sorted(found) == list(range(count))
 
 
+def test_a_rank_that_captures_nothing_and_a_keeper_without_room(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, stack, [2 * LEAF_BYTES, 0, LEAF_BYTES, 5])
+    assert job.train(*range(1, 6))[-1] == 5
+    decision = job.decided(0)
+    assert computed(decision.reads(0, 4, ())[0][0], decision, stack) == content(5, 0, 2 * LEAF_BYTES)
+    begun = ParityKeeper._begun
+
+    def refused(keeper: ParityKeeper, layout: ArenaLayout, put: PutShare) -> object:
+        if put.identity.rank == 3:
+            raise ArenaError("there is no room")
+        return begun(keeper, layout, put)
+
+    monkeypatch.setattr(ParityKeeper, "_begun", refused)
+    monkeypatch.setattr("lakeckpt.checkpoint.peers.joining.JOIN_S", 0.3)
+    assert job.train(6, 7, 8) == []
+    for lost in range(4):
+        assert job.decided(lost).cut == CutId(attempt=0, step=5)
+
+
 def test_a_flipped_byte_of_parity_or_of_another_share_is_noticed(tmp_path: Path, stack: ExitStack) -> None:
     job = Job(tmp_path, stack)
     job.train(*range(1, 6))
@@ -336,9 +358,9 @@ def test_parity_of_a_group_that_is_no_more_is_removed(tmp_path: Path, stack: Exi
     job = Job(tmp_path, stack)
     job.train(*range(1, 6))
     folder = job.nodes[0].folder
-    remove_copies(folder, DIGEST, parity=[0])
+    remove_copies(folder, DIGEST, but={"parity": [0]})
     assert len(folder.found()) == 2
-    remove_copies(folder, DIGEST, but=[0])
+    remove_copies(folder, DIGEST, but={"copy": [0]})
     assert [one.identity.kind for one in folder.found() if one.identity] == ["own"]
 
 

@@ -42,7 +42,7 @@ from lakeckpt.checkpoint.agent.orders import (
 from lakeckpt.checkpoint.agent.persister import Persister
 from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.holdings import remove_copies
-from lakeckpt.checkpoint.arena.layout import ArenaIdentity
+from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaKind
 from lakeckpt.checkpoint.copying.backups import Backup, Backups
 from lakeckpt.checkpoint.faults.deaths import note_death
 from lakeckpt.checkpoint.faults.mates import watch_mates
@@ -194,7 +194,9 @@ def _copy(
         report(Protected(step=cut.step, at_s=time.time()))
         if not is_tidy:
             is_tidy = True
-            remove_copies(folder, begin.digest, but=keeping.keeps, parity=keeping.here if keeping.members else ())
+            kind: ArenaKind = "parity" if keeping.members else "copy"
+            own = keeping.here if keeping.members else keeping.keeps
+            remove_copies(folder, begin.digest, but={"documents": keeping.keeps, kind: own})
 
     if trainer >= 0:
         start_copying(sender, trainer, report=protected, log=log)

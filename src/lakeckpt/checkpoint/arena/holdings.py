@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from lakeckpt.checkpoint.arena.arena import HeldGeneration
@@ -138,13 +138,13 @@ def remove_other_worlds(folder: ArenaFolder, identity: ArenaIdentity) -> bool:
     return bool(found)
 
 
-def remove_copies(folder: ArenaFolder, run: bytes, *, but: Collection[int] = (), parity: Collection[int] = ()) -> None:
-    """Remove the copies here of what ranks of the run with this digest have captured, ``but`` of these ranks; and the
-    parity, but that which is kept for the ranks ``parity``. What is under way stays."""
+def remove_copies(folder: ArenaFolder, run: bytes, *, but: Mapping[ArenaKind, Collection[int]] | None = None) -> None:
+    """Remove what this node keeps of shares of other nodes, of the run with this digest, ``but`` of these ranks, by the
+    kind of arena. What is under way stays."""
     for info in folder.found():
         identity = info.identity
         if identity is None or identity.run != run or identity.kind == "own":
             continue
-        if identity.rank not in (parity if identity.kind == "parity" else but):
+        if identity.rank not in (but or {}).get(identity.kind, ()):
             with contextlib.suppress(ArenaError):
                 folder.remove(info.name)

@@ -35,11 +35,10 @@ from lakeckpt.checkpoint.arena.folder import ArenaFolder
 from lakeckpt.checkpoint.arena.layout import ArenaIdentity, ArenaKind
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES, leaf_digests
 from lakeckpt.checkpoint.peers.grouping import Keeping
-from lakeckpt.checkpoint.peers.joining import JOIN_S
 from lakeckpt.checkpoint.peers.next_node import NodeNote, connected_to
 from lakeckpt.checkpoint.peers.parity import pieces_for
 from lakeckpt.checkpoint.peers.serve import send_data, sizes_of
-from lakeckpt.checkpoint.peers.wire import NoShare, PutShare, ShareTaken, receive, send
+from lakeckpt.checkpoint.peers.wire import NoShare, PutShare, ShareTaken, limit_waits, receive, send
 from lakeckpt.errors import ArenaDamaged, ArenaError, WireError
 from lakeckpt.recovery.facts import CutId
 from lakeckpt.recovery.shares import ShareList
@@ -50,8 +49,8 @@ _KEPT, _MEASURED = 2, 2
 _NO_DIGITS = dict.fromkeys(map(ord, "0123456789"))
 _SPARED_CUTS = 8
 """The list of shares is there after so many cuts: `lakeckpt.checkpoint.peers.alike`."""
-_LOOK_S, _LEAST_LOOK_S, _SILENT_S = 0.1, 0.005, JOIN_S + 30.0
-_RETRY_S, _ASK_S, _LONGEST_RETRY_S = 1.0, 0.5, 60.0
+_LOOK_S, _LEAST_LOOK_S, _SILENT_S = 0.1, 0.005, 60.0
+_RETRY_S, _ASK_S, _LONGEST_RETRY_S, _LONGEST_JOIN_S = 1.0, 0.5, 60.0, 3600.0
 _APART_S = 1.0
 """The least time between two cuts of parity: members that look a step apart must mean the same cut."""
 
@@ -63,7 +62,7 @@ class _Unjoined(Exception):
 class CopySender:
     """Copies the cuts of ``attempt`` in the arena of ``identity`` as ``keeping`` says. ``note`` returns where the agent
     of a keeper is asked, None if that is not known; ``now`` the time in seconds. ``agree`` publishes the stride that
-    rank 0 gives, and returns what rank 0 has published; None if that is not known."""
+    rank 0 gives, and returns what rank 0 has published; None if that is not known. Given 0, it publishes nothing."""
 
     def __init__(
         self,
@@ -103,9 +102,10 @@ class CopySender:
         newest = next(iter(arena.cuts()), None)
         if newest is not None and newest.attempt == self._attempt and newest.step > self._last_documents:
             with arena.hold(newest) as held:
-                if held is not None and self._is_elsewhere(held) and self._is_sent(held, "documents"):
-                    self._copied(arena)  # keeps generations of the cuts that other ranks copy
-                    return newest
+                is_sent = held is not None and self._is_elsewhere(held) and self._is_sent(held, "documents")
+            if is_sent:
+                self._copied(arena)  # keeps generations of the cuts that other ranks copy
+                return newest
         return self._copied(arena)
 
     def _copied(self, arena: Arena) -> CutId | None:
@@ -123,7 +123,7 @@ class CopySender:
         if self._is_elsewhere(held) and not self._keeping.members:
             self._last = cut.step
             return None
-        is_measured = self._identity.rank == 0 and self._sent <= _MEASURED
+        is_measured = self._is_measuring
         if self._is_sent(held, "parity" if self._keeping.members else "copy"):
             return None if self._keeping.members and is_measured else cut
         self._kept.pop().close()
@@ -134,7 +134,7 @@ class CopySender:
         begun_s, cut = self._now(), held.record.cut
         try:
             if kind == "parity":
-                self._give(held, waits=self._identity.rank > 0 or self._sent > _MEASURED)
+                self._give(held, waits=not self._is_measuring)
             else:
                 self._put(held, kind)
         except _Unjoined as error:
@@ -150,7 +150,8 @@ class CopySender:
         else:
             took_s = self._now() - begun_s  # the first transfer makes the arena of the keeper, too
             self._last, self._took_s = cut.step, min(took_s, self._took_s or took_s)
-        self._retry_s, self._wrong = _RETRY_S, ""
+        if kind != "documents" or not self._keeping.members:
+            self._retry_s, self._wrong = _RETRY_S, ""
         return True
 
     def close(self) -> None:
@@ -184,7 +185,9 @@ class CopySender:
 
     def _agreed(self) -> int | None:
         """Return the stride of all ranks; None if it is not known. Rank 0's first transfers come before it is."""
-        if self._identity.rank == 0 and self._sent < _MEASURED:
+        if self._identity.rank == 0 and not self._sent and self._stride is None:
+            self._stride = self._agree(0)  # of an agent before this one
+        if self._identity.rank == 0 and self._sent < _MEASURED and self._stride is None:
             return 1
         if self._stride is None and self._now() >= self._next_ask_s:
             apart_s = _APART_S if self._keeping.members else 0.0
@@ -192,6 +195,11 @@ class CopySender:
             self._next_ask_s = self._now() + self._ask_s
             self._ask_s = min(2 * self._ask_s, _LONGEST_RETRY_S)
         return self._stride
+
+    @property
+    def _is_measuring(self) -> bool:
+        """True for the first transfers of rank 0, if no stride was published before."""
+        return self._identity.rank == 0 and self._stride is None and self._sent <= _MEASURED
 
     def _is_elsewhere(self, held: HeldGeneration) -> bool:
         """Return whether a rank of another node has captured the same."""
@@ -213,6 +221,8 @@ class CopySender:
         connection = self._connected(self._keeping.keepers[0])
         identity = replace(self._identity, kind=kind)
         self._offer(connection, held, identity, documents, leaves, has_data=kind == "copy")
+        connection.sendall(documents)
+        connection.sendall(leaves)
         if kind == "copy":
             send_data(connection, held, 0, held.data_bytes)
         _require(connection)
@@ -228,11 +238,16 @@ class CopySender:
             for connection, other in zip(connections, self._keeping.parity_of, strict=True):
                 identity = replace(self._identity, kind="parity", rank=other, members=members)
                 self._offer(connection, held, identity, documents, leaves, has_data=not is_empty)
+            for connection, other in zip(connections, self._keeping.parity_of, strict=True):
+                connection.sendall(documents)
+                connection.sendall(leaves)
                 for piece, _ in () if is_empty else pieces_for(members, rank, other, held.data_bytes):
                     send_data(connection, held, piece * LEAF_BYTES, LEAF_BYTES)
                 _require(connection)
             for connection in connections if waits else ():
+                limit_waits(connection, _SILENT_S, idle_s=_LONGEST_JOIN_S)
                 _require(connection)
+                limit_waits(connection, _SILENT_S)
         except ArenaError as error:
             raise _Unjoined(str(error)) from error
         if not waits:
@@ -248,7 +263,7 @@ class CopySender:
         *,
         has_data: bool,
     ) -> None:
-        """Send all of a share but its data, once the keeper takes it."""
+        """Ask the keeper whether it takes a share, of which these parts and the data will come."""
         record, sizes = held.record, sizes_of(held, documents, leaves)
         asked = PutShare(
             identity=identity,
@@ -262,15 +277,14 @@ class CopySender:
         )
         send(connection, asked)
         _require(connection)
-        connection.sendall(documents)
-        connection.sendall(leaves)
 
     def _connected(self, keeper: int) -> socket.socket:
         """Return the connection to the node whose first rank is ``keeper``."""
         if keeper not in self._connections:
             if (note := self._note(keeper)) is None:
                 raise ArenaError("the node that keeps what it is given cannot be found in the run")
-            self._connections[keeper] = connected_to(note, _SILENT_S)
+            connection = self._connections[keeper] = connected_to(note, _SILENT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)  # it may be busy for a while
         return self._connections[keeper]
 
     def _failed(self, cut: CutId, error: Exception, *, again_s: float) -> None:

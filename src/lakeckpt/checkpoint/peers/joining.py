@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -29,18 +30,21 @@ from lakeckpt.errors import ArenaDamaged, ArenaError
 __all__ = ["JOIN_S", "ParityKeeper"]
 
 JOIN_S = 60.0
-"""So long a member waits until the others have given their pieces."""
+"""So long a member waits for the others while no leaf comes."""
 _SLOTS = 2
 _DOCUMENTS_BYTES = 2**20
 _PLAN = short_digest(b"parity")
 
 
 class _Joining:
-    """The parity of one cut, while it is made in ``arena``. The keeper's lock guards it."""
+    """The parity of one cut, while it is made in ``arena``. ``changed`` guards it, and is told of its end."""
 
-    def __init__(self, arena: Arena, filling: Filling, put: PutShare) -> None:
+    def __init__(self, arena: Arena, filling: Filling, put: PutShare, changed: threading.Condition) -> None:
         self.arena, self.filling, self.put = arena, filling, put
+        self.changed = changed
         self.given: dict[int, Contribution] = {}
+        self.came_s = time.monotonic()
+        """When a leaf came."""
         self.result: str | None = None  # empty: the parity is whole; else why it will never be
 
     def end(self, result: str) -> None:
@@ -50,6 +54,7 @@ class _Joining:
             if result:
                 self.filling.abandon()
             self.arena.close()
+            self.changed.notify_all()
 
 
 class ParityKeeper:
@@ -57,15 +62,16 @@ class ParityKeeper:
 
     def __init__(self, folder: ArenaFolder) -> None:
         self._folder = folder
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed: dict[str, threading.Condition] = {}
         self._under_way: dict[str, _Joining] = {}
 
     def close(self) -> None:
         """Abandon what is under way. Nobody waits any more."""
-        with self._changed:
-            for one in self._under_way.values():
-                one.end("the node that keeps the parity ends")
-            self._changed.notify_all()
+        with self._lock:
+            under_way = list(self._under_way.values())
+        for one in under_way:
+            self._end(one, "the node that keeps the parity ends")
 
     def take(self, connection: socket.socket, run: bytes, put: PutShare) -> None:
         """Take pieces of a share of the run with this digest, and answer on the ``connection``: that they may come,
@@ -87,8 +93,10 @@ class ParityKeeper:
             send(connection, NoShare(why=wrong))
             return
         send(connection, ShareTaken())
-        with self._changed:
-            if not self._changed.wait_for(lambda: joining.result is not None, JOIN_S):
+        with joining.changed:
+            while not joining.changed.wait_for(lambda: joining.result is not None, JOIN_S):
+                if time.monotonic() < joining.came_s + JOIN_S:
+                    continue  # a large share is on its way
                 missing = sorted({*put.identity.members} - {put.identity.rank, *joining.given})
                 self._end(joining, f"ranks {missing} gave nothing of step {put.cut.step} for {JOIN_S:.0f} s")
             result = joining.result
@@ -100,7 +108,9 @@ class ParityKeeper:
         """Return the parity to which the pieces belong; it is begun if need be. Raises `ArenaError` and ``OSError``."""
         layout = _layout(put, run)
         name = self._folder.name_of(put.identity)
-        with self._changed:
+        with self._lock:
+            changed = self._changed.setdefault(name, threading.Condition())
+        with changed:
             known = self._under_way.get(name)
             if known is not None and known.result is None:
                 same = (known.put.cut, known.put.digest, known.put.identity) == (put.cut, put.digest, put.identity)
@@ -111,7 +121,9 @@ class ParityKeeper:
                 if known.put.cut.age > put.cut.age:
                     raise ArenaError(f"the parity of step {known.put.cut.step}, which is newer, is being made")
                 self._end(known, f"rank {put.giver} has given its pieces of step {put.cut.step}")
-            found = self._under_way[name] = _Joining(*self._begun(layout, put), put)
+            found = _Joining(*self._begun(layout, put), put, changed)
+            with self._lock:
+                self._under_way[name] = found
             return found
 
     def _begun(self, layout: ArenaLayout, put: PutShare) -> tuple[Arena, Filling]:
@@ -143,7 +155,7 @@ class ParityKeeper:
             joining.arena, joining.filling = self._begun(larger, joining.put)
         except BaseException as error:
             joining.result = f"the parity cannot be made: {error}"
-            self._changed.notify_all()
+            joining.changed.notify_all()
             raise
         joining.filling.data[: len(joined)] = joined
 
@@ -159,9 +171,8 @@ class ParityKeeper:
         return None
 
     def _end(self, joining: _Joining, why: str) -> None:
-        with self._changed:
+        with joining.changed:
             joining.end(why)
-            self._changed.notify_all()
 
     # --- the pieces of one member
 
@@ -181,14 +192,15 @@ class ParityKeeper:
             at = piece * DIGEST_BYTES
             if not wrong and leaf_digests(came, LEAF_BYTES) != leaves[at : at + DIGEST_BYTES]:
                 wrong = f"leaf {piece} is not what rank {put.giver} captured"
-            with self._changed:
+            with joining.changed:
+                joining.came_s = time.monotonic()
                 if joining.result is None and not wrong:
                     xor_into(joining.filling.data[number * LEAF_BYTES :], came)
         if not wrong:
             given = Contribution(
                 rank=put.giver, data_bytes=sizes.data_bytes, documents=bytes(documents), checksums=bytes(leaves)
             )
-            with self._changed:
+            with joining.changed:
                 wrong = joining.result or ""
                 joining.given[put.giver] = given
                 if joining.result is None and joining.given.keys() | {put.identity.rank} == {*members}:
@@ -216,7 +228,8 @@ def _layout(put: PutShare, run: bytes) -> ArenaLayout:
     leaves = max(1, -(-sizes.data_bytes // LEAF_BYTES))
     if identity.run != run or put.giver not in identity.members or identity.rank not in identity.members:
         raise ArenaError("this node keeps parity of another run, or of another group")
-    if put.giver == identity.rank or sizes.checksums_bytes != (DIGEST_BYTES * leaves if sizes.data_bytes else 0):
+    is_empty = not sizes.data_bytes and not sizes.documents_bytes  # another node captures the share, too
+    if put.giver == identity.rank or sizes.checksums_bytes != (0 if is_empty else DIGEST_BYTES * leaves):
         raise ArenaError(f"a share of {sizes.data_bytes} bytes has not {sizes.checksums_bytes} bytes of checksums")
     others, documents_bytes = len(identity.members) - 1, sizes.documents_bytes + sizes.checksums_bytes
     return ArenaLayout(

@@ -78,11 +78,11 @@ def node_note(storage: Storage, attempt: int, rank: int) -> NodeNote | None:
 
 
 def agreed_stride(storage: Storage, attempt: int, rank: int, stride: int) -> int | None:
-    """Let rank 0 publish the ``stride`` of an attempt's copies (`lakeckpt.checkpoint.peers.copies`). Return what it has
-    published; None if it has not, or the run cannot be reached."""
+    """Let rank 0 publish the ``stride`` of an attempt's copies (`lakeckpt.checkpoint.peers.copies`), unless it is 0.
+    Return what it has published; None if it has not, or the run cannot be reached."""
     path = f"{_NODES}/{attempt:010d}.stride"
     with contextlib.suppress(StorageError, WireError):
-        if rank == 0:
+        if rank == 0 and stride:
             storage.put(path, [dumps(stride, kind=_STRIDE_KIND, version=_VERSION)])
             return stride
         found: int = from_plain(int, loads(storage.read(path), kind=_STRIDE_KIND, supported=_VERSION), "a stride")

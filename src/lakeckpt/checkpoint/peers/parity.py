@@ -40,7 +40,7 @@ _CHUNK_BYTES = 256 * 2**10
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
     """What the share of a ``rank`` has beside the data that it gave to the parity, of which it has ``data_bytes``. No
-    data: another node captures the same share."""
+    documents: another node captures the same share."""
 
     rank: Count
     data_bytes: Count

@@ -49,7 +49,7 @@ class RebuiltShare:
             self._stack.close()
             raise
         self._own = given.get(source.rank)
-        if self._own is None or not self._own.data_bytes:
+        if self._own is None or not self._own.documents:
             self._stack.close()
             raise ArenaDamaged(f"rank {source.rank} gave nothing to the parity of its group")
         self._sizes = {name: 0 if (one := given.get(int(name))) is None else one.data_bytes for name in self._shares}

@@ -43,7 +43,7 @@ from lakeckpt.errors import ArenaError, WireError
 
 __all__ = ["ShareServer", "own_address", "send_data", "sizes_of"]
 
-_MOST_CONNECTIONS = 256
+_MOST_CONNECTIONS = 768
 _SILENT_S, _IDLE_S = 60.0, 86_400.0
 """A connection that takes nothing for so long is closed; and one that asks for nothing. Between two reads, a rank may
 wait for storage."""
