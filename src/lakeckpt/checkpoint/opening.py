@@ -282,7 +282,7 @@ def settle(
 
 
 def _say_memory(
-    state_bytes: int, folder: ArenaFolder, identity: ArenaIdentity, exchange: Exchange, copies: Copying | None
+    state_bytes: int, folder: ArenaFolder, identity: ArenaIdentity, exchange: Exchange, copies: Copying | None = None
 ) -> None:
     """Say on one rank of each node how much memory captures take there: a warning if it is not there. ``state_bytes``:
     what a rank is expected to capture. ``copies``: the node keeps two of as many ranks of another node, or parity."""
