@@ -275,7 +275,7 @@ def settle(
     if place.copies is not None:
         counters.copies = True
         keeping, warning = keeping_of(tally, exchange.neighbours, exchange.rank, place.copies)
-        if warning and (keeping is None or exchange.rank == exchange.neighbours[0]):
+        if warning:
             _LOG.warning('peers="%s": %s', place.copies.mode, warning)
         if keeping is not None:
             saves.agent.copy(keeping, counters.protected)

@@ -377,5 +377,5 @@ def test_ranks_of_one_place_on_their_nodes_have_parity_together() -> None:
     assert (found.keepers, found.members, found.parity_of) == ((0, 2), (1, 3, 5), (1, 3))
     assert keeping_of(stated(("a", "", [0, 1]), ("b", "", [2])), [0, 1], 1, COPYING) == (
         None,
-        "unprotected: no other node of its group has 2 ranks",
+        "rank 1 is unprotected: no other node of its group has 2 ranks",
     )

@@ -59,8 +59,9 @@ def node_facts(ranks: Sequence[int], environment: Mapping[str, str] = os.environ
 
 def keeping_of(tally: Tally, here: Sequence[int], rank: int, copying: Copying) -> tuple[Keeping | None, str]:
     """Return who keeps what of a rank of the node ``here``, from the facts of all nodes; None: nobody. And a warning,
-    if it is not protected against the loss of a node, or of a failure domain; else it is empty."""
-    mode = copying.mode
+    if it is not protected against the loss of a node, or of a failure domain; else it is empty. Only the first rank of a
+    node is warned of what concerns all of them."""
+    mode, is_first = copying.mode, rank == here[0]
     ranks: dict[str, list[int]] = {}
     places: list[NodePlace] = []
     for text in tally.facts.get(_FACT, {}):
@@ -70,13 +71,15 @@ def keeping_of(tally: Tally, here: Sequence[int], rank: int, copying: Copying) -
         places.append(NodePlace(node=node, domain=domain))
     own = next((node for node, several in ranks.items() if several[0] == here[0]), None)
     if own is None:
-        return None, "unprotected: the ranks of this node do not follow each other, or run on no other node"
+        text = "unprotected: the job has one node, or the ranks of this node do not follow each other"
+        return None, text if is_first else ""
     group = next(one for one in groups_of(places, mode) if own in one.members)
     at = here.index(rank) if mode == "3+1" else 0
     keepers = [node for node in group.keepers(own) if at < len(ranks[node])]
     if not keepers:
-        several_here = f"unprotected: no other node of its group has {at + 1} ranks"
-        return None, group.warning if len(group.members) == 1 else several_here
+        if len(group.members) > 1:
+            return None, f"rank {rank} is unprotected: no other node of its group has {at + 1} ranks"
+        return None, group.warning if is_first else ""
     given = [node for node in group.members if node != own and group.keepers(node)[0] == own]
     members = [node for node in group.members if at < len(ranks[node])] if mode == "3+1" else []
     keeping = Keeping(
@@ -88,4 +91,4 @@ def keeping_of(tally: Tally, here: Sequence[int], rank: int, copying: Copying) -
         members=tuple(ranks[node][at] for node in members),
         parity_of=tuple(ranks[node][at] for node in keepers) if members else (),
     )
-    return keeping, group.warning
+    return keeping, group.warning if is_first else ""
