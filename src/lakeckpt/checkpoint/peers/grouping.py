@@ -59,8 +59,8 @@ def node_facts(ranks: Sequence[int], environment: Mapping[str, str] = os.environ
 
 def keeping_of(tally: Tally, here: Sequence[int], rank: int, copying: Copying) -> tuple[Keeping | None, str]:
     """Return who keeps what of a rank of the node ``here``, from the facts of all nodes; None: nobody. And a warning,
-    if it is not protected against the loss of a node, or of a failure domain; else it is empty. Only the first rank of a
-    node is warned of what concerns all of them."""
+    if it is not protected against the loss of a node, or of a failure domain; else it is empty. Only the first rank of
+    a node is warned of what concerns all of them."""
     mode, is_first = copying.mode, rank == here[0]
     ranks: dict[str, list[int]] = {}
     places: list[NodePlace] = []
