@@ -317,6 +317,23 @@ def test_a_member_that_ends_while_it_gives_leaves_the_parity_before(
     assert job.train(7) == [7]
 
 
+def test_parity_grows_if_larger_shares_come_later(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lakeckpt.checkpoint.peers.copies._MEASURED", 0)
+    sizes = [100, 5 * LEAF_BYTES, 3 * LEAF_BYTES, 7]
+    job, shares = Job(tmp_path, stack, sizes), ShareList.of([b"a", b"b", b"c", b"d"])
+    for one in job.nodes:
+        one.capture(1, shares)
+    small = [job.pool.submit(job.nodes[rank].sender.look) for rank in (0, 3)]
+    time.sleep(0.5)
+    large = [job.pool.submit(job.nodes[rank].sender.look) for rank in (1, 2)]
+    assert all(one.result() == CutId(attempt=0, step=1) for one in (*small, *large))
+    for lost, size in enumerate(sizes):
+        decision = job.decided(lost)
+        assert computed(decision.reads(lost, 4, ())[lost][0], decision, stack) == content(1, lost, size)
+
+
 def test_rank_0_measures_alone_and_all_give_the_cuts_of_one_stride(tmp_path: Path, stack: ExitStack) -> None:
     job = Job(tmp_path, stack)
     job.stride = 4
