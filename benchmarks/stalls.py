@@ -1,6 +1,7 @@
 """Does the watch name the rank that holds up a job, and why?  ``python -m benchmarks.stalls [--json FILE]``
 
-Each kind of fault is put into a real job of four ranks under torchrun, on ranks 0 and 2. Counted are the seconds until
+Each kind of fault is put into a real job of four ranks under torchrun (its function, from a process that has imported
+torch; with ``--launcher torchrun`` the command, which takes longer to start), on ranks 0 and 2. Counted are the seconds until
 the stall stands in the run, and whether its ranks and its kind are right. Some faults end the job at once: then the run
 says which rank died first, of what. A loader whose worker is stopped has read ahead: its seconds count from the last
 batch that it had. The healthy kinds last at least eight seconds, and are never acted on. The frozen disk needs root.
@@ -58,6 +59,9 @@ def main() -> int:
     parser.add_argument("--without", default="", help="py-spy, recorder, or both with a comma: do without these")
     parser.add_argument("--beside", type=int, default=1, help="so many jobs run beside each other (default: 1)")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no job later than that")
+    parser.add_argument(
+        "--launcher", choices=("elastic", "torchrun"), default="elastic", help="torchrun's function, or the command"
+    )
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     parser.add_argument("--restart", action="store_true", help="let the watch act, and wait for the jobs' ends")
     options = parser.parse_args()
@@ -78,7 +82,7 @@ def main() -> int:
     def tried(kind: str, rank: int) -> dict[str, Any] | None:
         if time.monotonic() > until_s:
             return None
-        one = _tried(kind, rank, without)
+        one = _tried(kind, rank, without, options.launcher)
         print(*_row(one), sep="  ", flush=True)
         return one
 
@@ -88,7 +92,7 @@ def main() -> int:
     print(f"{len(tries) - len(found)} of {len(tries)} jobs were not begun in time")
     columns = ("kind", "on rank", "seconds", "verdict", "right rank", "reason")
     show("faults in a job of 4 ranks", columns, [_row(one) for one in found])
-    return _judged(found, without, options.json)
+    return _judged(found, without, options.launcher, options.json)
 
 
 def _row(one: dict[str, Any]) -> tuple[str, ...]:
@@ -104,7 +108,7 @@ def _row(one: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _judged(found: list[dict[str, Any]], without: Collection[str], output: Path | None) -> int:
+def _judged(found: list[dict[str, Any]], without: Collection[str], launcher: str, output: Path | None) -> int:
     """Print the counts, write them to ``output``, and return the exit status."""
     faults = [one for one in found if one["fault"] in FAULTS]
     perceived = sum(one["seconds"] is not None for one in faults)
@@ -117,8 +121,8 @@ def _judged(found: list[dict[str, Any]], without: Collection[str], output: Path 
         f"slowest {slowest:.1f} s; {len(found) - len(faults)} healthy jobs, acted on: {acted}; load {load:.1f}"
     )
     counts = {
-        "without": list(without), "load": load, "faults": len(faults), "perceived": perceived, "right rank": ranks,
-        "right kind": kinds, "slowest": slowest, "healthy": len(found) - len(faults), "acted on": acted,
+        "without": list(without), "launcher": launcher, "load": load, "faults": len(faults), "perceived": perceived,
+        "right rank": ranks, "right kind": kinds, "slowest": slowest, "healthy": len(found) - len(faults), "acted on": acted,
     }  # fmt: skip
     if output is not None:
         output.write_text(json.dumps({**counts, "found": found}, indent=1) + "\n")
@@ -153,12 +157,12 @@ def _restarted(rank: int, output: Path | None) -> int:
     return int(well < len(found))
 
 
-def _tried(fault: str, rank: int, without: Collection[str]) -> dict[str, Any]:
+def _tried(fault: str, rank: int, without: Collection[str], launcher: str) -> dict[str, Any]:
     ends = fault in HEALTHY or fault in DEATHS
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         try:
             result = run(
-                Path(name), fault, on=rank, launcher="elastic", watch="restart" if fault in HEALTHY else "report",
+                Path(name), fault, on=rank, launcher=launcher, watch="restart" if fault in HEALTHY else "report",
                 until="end" if ends else "stall",
                 environment={} if "recorder" in without else {"LAKECKPT_RECORDER": "1"},
                 site=_NO_SPY if "py-spy" in without else "",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.faults.marks import Marks
 from lakeckpt.watch.beat import Beat, Page, read_page
 
@@ -83,3 +84,33 @@ def test_removed_marks_are_gone(marked: Marked) -> None:
     marked.model(ROW)
     marked.optimizer.step()
     assert marked.page.phase == "start"
+
+
+class Seen:
+    """A part of the state that notes what the page says whenever it is saved."""
+
+    def __init__(self) -> None:
+        self.doing: list[str] = []
+        self.page = ""
+
+    def state_dict(self) -> dict[str, int]:
+        page = read_page(self.page)
+        self.doing.append("no page" if page is None else page.doing)
+        return {"times": len(self.doing)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_the_page_says_that_the_manager_saves(tmp_path: Path) -> None:
+    seen = Seen()
+    with CheckpointManager(tmp_path / "run", {"seen": seen}, arenas=tmp_path / "arenas", capture_every=99) as manager:
+        manager.restore()
+        (path,) = (tmp_path / "arenas").glob("*.beat")
+        seen.page, seen.doing = str(path), []
+        manager.step()
+        with manager.phase("evaluate"):
+            manager.save()
+            assert (page := read_page(str(path))) is not None and page.doing == "evaluate"
+        manager.step()
+    assert seen.doing == ["save", "closing"]

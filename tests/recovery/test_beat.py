@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lakeckpt.core.receipts import Receipt, Span
 from lakeckpt.watch.beat import PAGE_BYTES, Beat, process_start, read_page
 
@@ -49,6 +51,28 @@ def test_the_page_follows_the_loop(tmp_path: Path) -> None:
     assert page is not None and (page.phase, page.batches - page.used, page.rows) == ("compute", 1, 8)
     beat.of_reader(1).ended()
     assert os.stat(path).st_mode & 0o777 == 0o600
+
+
+def test_a_save_is_a_phase_of_its_own_but_in_the_last_phase(tmp_path: Path) -> None:
+    beat = Beat(str(tmp_path / "x.beat"), rank=0, world=1)
+
+    def doing() -> str:
+        page = read_page(beat.path)
+        assert page is not None
+        return page.doing
+
+    beat.own_phase("evaluate")
+    with beat.saving():
+        with beat.saving():
+            assert doing() == "save"
+        assert doing() == "save"
+    assert doing() == "evaluate"
+    with pytest.raises(ValueError, match="full"), beat.saving():
+        raise ValueError("the disk is full")
+    assert doing() == "evaluate"
+    beat.phase("closing")
+    with beat.saving():
+        assert doing() == "closing"
 
 
 def test_a_rank_that_ends_well_leaves_no_page_and_one_that_does_not_leaves_it(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakeckpt.watch.looks import ProcessLook, RankLook
+from lakeckpt.watch.looks import GpuLook, ProcessLook, RankLook
 from lakeckpt.watch.verdict import StallVerdict, judge
 from tests.watch.made import entered, in_script, job, looked
 
@@ -75,6 +75,14 @@ def test_a_wait_of_all_ranks_for_data_and_a_long_save_are_work(phase: str) -> No
     ) and f"all ranks are in {phase}" in verdict.reason
     one = judged({rank: looked(rank, **(odd if rank == 1 else {})) for rank in range(4)})
     assert one.ranks == (1,) and one.certainty != "works"
+
+
+def test_the_log_and_the_gpu_of_the_culprit_are_told() -> None:
+    seen = replace(process(waits="sleep"), log="/logs/2/stderr.log", log_still_s=31.4)
+    gpu = GpuLook(index=2, use_percent=0, watts=61)
+    reason = judged(job(_2={"threads": in_script(), "process": seen, "gpu": gpu})).reason
+    log = "; its log /logs/2/stderr.log has not grown for 31 s; its GPU 2 is used at 0 %, with 61 W"
+    assert reason.endswith(log) and "sleeps" in reason
 
 
 def test_if_all_ranks_do_the_same_outside_of_a_collective_none_of_them_holds_up_the_others() -> None:

@@ -52,7 +52,7 @@ class Closing:
         None if it committed none. Errors as for `save`."""
         self._refuse_closed()
         if self._saves is not None:
-            with self._preemption.busy():
+            with self._preemption.busy(), self._aftermath.saving():
                 self._saves.wait()
             self._reporter.report(self._saves.results())
         return self._reporter.newest

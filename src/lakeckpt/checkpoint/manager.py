@@ -391,7 +391,7 @@ class CheckpointManager(Closing):
             self._metric = held_metric(metric)
         self._schedule.begins()
         handle = None if sync else self._reporter.handle(self._step, self.wait)
-        with self._preemption.busy(), self._reporter.stalling():
+        with self._preemption.busy(), self._aftermath.saving(), self._reporter.stalling():
             self._save(saves, sync=sync)
         return self._reporter.newest if handle is None else handle
 

@@ -18,7 +18,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
@@ -178,6 +178,19 @@ class Beat:
     def phase(self, phase: Phase) -> None:
         """The rank does something else now."""
         self._turn(_NUMBERS[phase])
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """The rank saves, and goes on with what it did before. In its last phase it only does that."""
+        before = self._words[_PHASE]
+        if before in (_NUMBERS["closing"], _SAVE):
+            yield
+            return
+        self._turn(_SAVE)
+        try:
+            yield
+        finally:
+            self._turn(before)
 
     def own_phase(self, name: str) -> None:
         """The script begins a phase that it calls ``name``."""

@@ -16,6 +16,8 @@ import ipaddress
 import os
 import platform
 import re
+import stat
+import time
 from collections.abc import Iterator
 
 from lakeckpt.watch.looks import ProcessLook, Waits
@@ -56,6 +58,7 @@ def look_at_process(pid: int) -> ProcessLook | None:
     status, thread = _table(pid, "status"), f"task/{pid}/"
     waits, waits_on = _waits(pid, thread, state)
     moved = _table(pid, "io")
+    log, log_still_s = _log(pid)
     switches = _table(pid, thread + "status").get("voluntary_ctxt_switches", "0")
     return ProcessLook(
         pid=pid,
@@ -67,6 +70,8 @@ def look_at_process(pid: int) -> ProcessLook | None:
         switches=_number(switches),
         moved_bytes=_number(moved.get("rchar", "0")) + _number(moved.get("wchar", "0")),
         tracer=_number(status.get("TracerPid", "0")),
+        log=log,
+        log_still_s=log_still_s,
     )
 
 
@@ -80,6 +85,15 @@ def _children(pid: int) -> Iterator[int]:
     with contextlib.suppress(OSError):
         for task in os.listdir(f"{_PROC}/{pid}/task"):
             yield from map(int, _read(pid, f"task/{task}/children").split())
+
+
+def _log(pid: int) -> tuple[str, float]:
+    """Return the file that the standard error of a process goes to, and for how long it has not grown."""
+    with contextlib.suppress(OSError):
+        found = os.stat(f"{_PROC}/{pid}/fd/2")
+        if stat.S_ISREG(found.st_mode):
+            return _target(pid, 2), max(0.0, time.time() - found.st_mtime)
+    return "", 0.0
 
 
 def _waits(pid: int, thread: str, state: str) -> tuple[Waits, str]:
@@ -184,8 +198,8 @@ def _holder(pid: int, descriptor: int) -> str:
 def _stat(path: str) -> list[str] | None:
     """Return the name of a process, its state, and the words behind it."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as stat:
-            head, _, rest = stat.read().rpartition(")")
+        with open(path, encoding="utf-8", errors="replace") as file:
+            head, _, rest = file.read().rpartition(")")
     except OSError:
         return None
     return [head.partition("(")[2], *rest.split()] if rest else None

@@ -13,7 +13,7 @@ from typing import Literal
 
 from lakeckpt.wire.documents import Count
 
-__all__ = ["Collective", "Frame", "ProcessLook", "RankLook", "ThreadLook", "Waits"]
+__all__ = ["Collective", "Frame", "GpuLook", "ProcessLook", "RankLook", "ThreadLook", "Waits"]
 
 Waits = Literal["", "socket", "file", "pipe", "lock", "disk", "sleep", "child", "gil", "futex"]
 """What a process waits for in a call of the system; empty: it runs, or that is not known."""
@@ -39,6 +39,26 @@ class ProcessLook:
     """Bytes that it has read and written by calls of the system (``rchar`` and ``wchar``)."""
     tracer: Count = 0
     """The process that traces it, such as a debugger; 0: none."""
+    log: str = ""
+    """The file that its standard error goes to, as where torchelastic writes logs; empty: it goes to no file."""
+    log_still_s: float = 0.0
+    """For how long that file has not grown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLook:
+    """A GPU of a node, from NVML."""
+
+    index: Count
+    use_percent: float | None = None
+    """The share of the newest second or less in which a kernel ran; None: it is not measured."""
+    watts: float | None = None
+
+    def __str__(self) -> str:
+        if self.use_percent is None:
+            return f"GPU {self.index} is not measured"
+        power = "" if self.watts is None else f", with {self.watts:.0f} W"
+        return f"GPU {self.index} is used at {self.use_percent:.0f} %{power}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +130,7 @@ class RankLook:
     """Empty: its stacks cannot be read."""
     recorded: tuple[Collective, ...] = ()
     """Its newest collective in each group; empty: there is no recorder."""
+    gpu: GpuLook | None = None
 
     @property
     def main(self) -> ThreadLook | None:

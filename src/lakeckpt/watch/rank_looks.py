@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lakeckpt.watch.beat import Page
 from lakeckpt.watch.facts import children_of, look_at_process
-from lakeckpt.watch.looks import RankLook
+from lakeckpt.watch.gpus import gpu_of
+from lakeckpt.watch.looks import GpuLook, RankLook
 from lakeckpt.watch.recorder import recorded_at, socket_path
 from lakeckpt.watch.stacks import stacks_of
 
@@ -35,9 +37,9 @@ def look_at_page(page: Page) -> RankLook:
     )
 
 
-def look_at(path: str, page: Page) -> RankLook:
-    """Return what is seen of the rank whose ``page`` lies at ``path``: its process, children and stacks, too, if it
-    lives."""
+def look_at(path: str, page: Page, gpus: Mapping[str, GpuLook]) -> RankLook:
+    """Return what is seen of the rank whose ``page`` lies at ``path``: its process, children and stacks, too, and its
+    GPU among the ``gpus`` of this node, if it lives."""
     look = look_at_page(page)
     if not page.lives:
         return replace(look, ended=time.time())
@@ -47,4 +49,5 @@ def look_at(path: str, page: Page) -> RankLook:
         children=children_of(page.pid),
         threads=stacks_of(page.pid, path, page.stacks),
         recorded=recorded_at(socket_path(path), page.world),
+        gpu=gpu_of(page.pid, gpus),
     )

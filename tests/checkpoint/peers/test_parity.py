@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ from lakeckpt.checkpoint.arena.layout import ArenaLayout
 from lakeckpt.checkpoint.format.digests import LEAF_BYTES
 from lakeckpt.checkpoint.format.dtypes import TensorSpec
 from lakeckpt.checkpoint.format.parts import RANDOM
+from lakeckpt.checkpoint.peers import copies
 from lakeckpt.checkpoint.peers.copies import CopySender
 from lakeckpt.checkpoint.peers.fetch import PeerShare
 from lakeckpt.checkpoint.peers.grouping import Copying, Keeping, keeping_of
@@ -315,6 +317,60 @@ def test_a_member_that_ends_while_it_gives_leaves_the_parity_before(
     for one in job.nodes:
         one.now += 5
     assert job.train(7) == [7]
+
+
+def test_a_byte_that_flips_on_its_way_to_the_keeper_is_noticed(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, stack)
+    job.train(*range(1, 6))
+    original = copies.send_data
+
+    def send_flipped(connection: Any, held: Any, start: int, count: int) -> None:
+        view, other = socket.socketpair()
+        with view, other, ThreadPoolExecutor(1) as pool:
+            pool.submit(original, other, held, start, count)
+            came = view.recv(min(count, held.data_bytes - start), socket.MSG_WAITALL)
+            connection.sendall(bytes([came[0] ^ 1]) + came[1:])
+
+    monkeypatch.setattr(copies, "send_data", send_flipped)
+    assert job.train(6) == []
+    assert "its parity was not made: " in job.nodes[0].logged[-1]
+    assert any("is not what rank" in line for one in job.nodes for line in one.logged)
+    assert job.decided(1).cut == CutId(attempt=0, step=5)
+
+
+def test_a_member_that_comes_again_before_its_broken_connection_is_noticed_is_joined_once(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lakeckpt.checkpoint.peers.copies._MEASURED", 0)
+    job, shares, kept = Job(tmp_path, stack), ShareList.of([b"%d" % rank for rank in range(len(SIZES))]), list[Any]()
+    original, late = copies.send_data, job.nodes[1]  # of several pieces for a keeper
+    for one in job.nodes:
+        one.capture(1, shares)
+
+    offered = threading.Event()
+
+    def send_some(*args: Any) -> None:
+        original(*args)
+        if not kept:
+            kept.append(late.sender._connections)
+            late.sender._connections = {}
+            raise EOFError("its connection breaks")
+        offered.set()
+
+    monkeypatch.setattr(copies, "send_data", send_some)
+    assert late.sender.look() is None and kept
+    late.now += 60
+    again = job.pool.submit(late.sender.look)
+    assert offered.wait(PATIENCE_S)
+    others = [job.pool.submit(one.sender.look) for one in job.nodes if one is not late]
+    assert all(one.result() == CutId(attempt=0, step=1) for one in (again, *others))
+    for lost, size in enumerate(SIZES):
+        decision = job.decided(lost)
+        assert computed(decision.reads(lost, 4, ())[lost][0], decision, stack) == content(1, lost, size)
+    for connection in kept[0].values():
+        connection.close()
 
 
 def test_parity_grows_if_larger_shares_come_later(

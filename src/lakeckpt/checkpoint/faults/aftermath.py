@@ -319,6 +319,10 @@ class Aftermath:
         if self._beat is not None:
             self._beat.phase(phase)
 
+    def saving(self) -> contextlib.AbstractContextManager[None]:
+        """The training thread saves, or waits for saves, in this ``with``."""
+        return contextlib.nullcontext() if self._beat is None else self._beat.saving()
+
     def spent(self) -> Mapping[str, float]:
         """Return phase → seconds of the training thread in this attempt; empty without a page. Any thread may call."""
         page = None if self._beat is None else read_page(self._beat.path, histories=True)

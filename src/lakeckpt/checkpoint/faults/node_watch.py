@@ -30,6 +30,7 @@ from lakeckpt.errors import StorageError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.watch.avoid import Avoid, put_avoid
 from lakeckpt.watch.beat import Page, read_page
+from lakeckpt.watch.gpus import look_at_gpus
 from lakeckpt.watch.limits import ACT_S, StallLimits
 from lakeckpt.watch.looks import RankLook
 from lakeckpt.watch.rank_looks import look_at
@@ -157,11 +158,11 @@ class _Node:
 
     def _looks(self) -> tuple[RankLook, ...]:
         self._listed_s = 0.0
-        pages = self.pages(histories=True)
+        pages, gpus = self.pages(histories=True), look_at_gpus()
         paths = {page.rank: path for path in self._paths if (page := read_page(path)) is not None}
         found = []
         for rank, page in pages.items():
-            look = look_at(paths[rank], page)
+            look = look_at(paths[rank], page, gpus)
             if look.ended and (note := note_at(paths[rank])) is not None:
                 look = replace(look, ended=note.at_s, error=f"{note.name} {note.text}".strip())
             found.append(look)

@@ -292,7 +292,8 @@ class CopySender:
         self._hang_up()
         why = str(error) or type(error).__name__
         if (kind := why.translate(_NO_DIGITS)) != self._wrong:
-            self._log(f"step {cut.step} is unprotected, as its copy was not taken: {why}")
+            what = "parity was not made" if self._keeping.members else "copy was not taken"
+            self._log(f"step {cut.step} is unprotected, as its {what}: {why}")
         self._wrong = kind
         self._next_s = self._now() + again_s
 

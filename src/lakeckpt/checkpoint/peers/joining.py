@@ -33,6 +33,8 @@ JOIN_S = 60.0
 """So long a member waits for the others while no leaf comes."""
 _SLOTS = 2
 _DOCUMENTS_BYTES = 2**20
+_FRAME_BYTES = 4096
+"""What the names and sizes of the documents take beside them."""
 _PLAN = short_digest(b"parity")
 
 
@@ -42,6 +44,8 @@ class _Joining:
     def __init__(self, arena: Arena, filling: Filling, put: PutShare, changed: threading.Condition) -> None:
         self.arena, self.filling, self.put = arena, filling, put
         self.changed = changed
+        self.begun = {put.giver}
+        """Who gives, or has given. A member whose connection broke gives all pieces again, to a slot of zeros."""
         self.given: dict[int, Contribution] = {}
         self.came_s = time.monotonic()
         """When a leaf came."""
@@ -114,7 +118,8 @@ class ParityKeeper:
             known = self._under_way.get(name)
             if known is not None and known.result is None:
                 same = (known.put.cut, known.put.digest, known.put.identity) == (put.cut, put.digest, put.identity)
-                if same and put.giver not in known.given:
+                if same and put.giver not in known.begun:
+                    known.begun.add(put.giver)
                     if not _has_room(known.arena.layout, layout):
                         self._grow(known, layout)
                     return known
@@ -202,10 +207,11 @@ class ParityKeeper:
             )
             with joining.changed:
                 wrong = joining.result or ""
-                joining.given[put.giver] = given
-                if joining.result is None and joining.given.keys() | {put.identity.rank} == {*members}:
-                    self._complete(joining)
-                    self._end(joining, "")
+                if joining.result is None:
+                    joining.given[put.giver] = given
+                    if joining.given.keys() | {put.identity.rank} == {*members}:
+                        self._complete(joining)
+                        self._end(joining, "")
         return wrong
 
     def _complete(self, joining: _Joining) -> None:
@@ -219,7 +225,8 @@ class ParityKeeper:
 
 
 def _has_room(found: ArenaLayout, needed: ArenaLayout) -> bool:
-    return found.data_bytes >= needed.data_bytes and found.documents_bytes >= needed.documents_bytes // 2
+    documents_bytes = needed.documents_bytes // 2 + _FRAME_BYTES
+    return found.data_bytes >= needed.data_bytes and found.documents_bytes >= documents_bytes
 
 
 def _layout(put: PutShare, run: bytes) -> ArenaLayout:

@@ -35,7 +35,7 @@ __all__ = ["AVOID", "add_arguments", "run"]
 
 AVOID = os.EX_TEMPFAIL
 _SECONDS = 12.0
-_AGAIN_SHARE, _MEMORY_SHARE, _TOOLS_SHARE = 0.3, 0.2, 0.5
+_AGAIN_SHARE, _MEMORY_SHARE, _TOOLS_SHARE = 0.6, 0.2, 0.5
 _MEMORY_PART = 4
 """At most the fourth part of the free memory is tested."""
 

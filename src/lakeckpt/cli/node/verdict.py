@@ -1,9 +1,9 @@
 """This module decides whether a node is to be avoided: a pure function of its report and the reports of others.
 
 A rate is slow below ``median - max(10 %, 4 MAD)`` of all nodes of the job, this node among them (MAD: the median of the
-distances from the median). With fewer than three nodes nobody can tell which one is slow, and the rate is compared with
-at least three earlier rates of this node. A median and a MAD are not moved by the slow node, as a mean would be. The
-module never measures and starts no threads.
+distances from the median); a disk, which others often share, below ``median - max(30 %, 4 MAD)``. With fewer than three
+nodes nobody can tell which one is slow, and the rate is compared with at least three earlier rates of this node. A
+median and a MAD are not moved by the slow node, as a mean would be. The module never measures and starts no threads.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ __all__ = ["NodeFinding", "findings", "slow_checks"]
 
 _LEAST = 3
 _SHARE, _MADS = 0.10, 4.0
+_SHARES = {"disk write": 0.30}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ def _finding(
         return NodeFinding(check=check)
     middle = median(rates)
     spread = median(abs(rate - middle) for rate in rates)
-    bound = middle - max(_SHARE * middle, _MADS * spread)
+    bound = middle - max(_SHARES.get(check.name, _SHARE) * middle, _MADS * spread)
     of = f"{len(rates)} {of}"
     if check.value >= bound:
         return NodeFinding(check=check, median=middle, bound=bound, of=of)
