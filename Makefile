@@ -21,7 +21,7 @@ export MPLCONFIGDIR ?= $(CURDIR)/$(VENV)/cache/matplotlib
 # Many images set it. Nothing is compiled at installation: without bytecode, each process compiles torch anew (3 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test mutants gpu-check test-lowest test-newest test-pythons test-frameworks test-soak test-system lint types pytest format bench bench-readers docs clean
+.PHONY: help demo test mutants gpu-check test-lowest test-newest test-pythons test-frameworks test-soak test-watched test-system lint types pytest format bench bench-readers docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -120,6 +120,14 @@ format: $(VENV)/dev  ## let ruff put files into form
 test-soak: $(VENV)/dev  ## real jobs on several topologies, killed at random moments; new examples of every property
 	HYPOTHESIS_PROFILE="$${HYPOTHESIS_PROFILE:-soak}" $(BIN)/python -m pytest -n $$(($(JOBS) + 1)) --dist worksteal \
 	    -m "(soak or hypothesis) and not system and not gpu" $(ARGS)
+
+# Processes of other environments are left alone.
+test-watched: $(VENV)/dev  ## the tests with watch="restart" as the default: each act of a watch is printed (ARGS='-m soak': jobs)
+	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); acts=$$(mktemp); \
+	    printf '%s\nimport watch_restarts\n' '$(CURDIR)/tests/watched' > $$site/watched.pth; \
+	    trap "rm -f $$site/watched.pth $$acts" EXIT; status=0; \
+	    LAKECKPT_TEST_WATCH=$$acts $(BIN)/python -m pytest -n $$((2 * $(JOBS))) --dist worksteal $(ARGS) || status=$$?; \
+	    echo "acts of a watch: $$(wc -l < $$acts)"; cat $$acts; exit $$status
 
 test-system: $(VENV)/dev  ## cuts of power, faults of system calls: needs root; installs Debian packages
 	tests/system/install.sh

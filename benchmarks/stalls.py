@@ -1,12 +1,12 @@
 """Does the watch name the rank that holds up a job, and why?  ``python -m benchmarks.stalls [--json FILE]``
 
-Each kind of fault is put into a real job of four ranks under torchrun (its function, from a process that has imported
-torch; with ``--launcher torchrun`` the command, which takes longer to start), on ranks 0 and 2. Counted are the seconds until
-the stall stands in the run, and whether its ranks and its kind are right. Some faults end the job at once: then the run
-says which rank died first, of what. A loader whose worker is stopped has read ahead: its seconds count from the last
-batch that it had. The healthy kinds last at least eight seconds, and are never acted on. The frozen disk needs root.
-Exit status 1: a fault is not perceived, or later than three steps and ten seconds, or less than 95 % of the ranks or
-90 % of the kinds are right, or a healthy job was ended.
+Each kind of fault is put into a real job of four ranks under torchrun, on ranks 0 and 2. torchrun is its function, in a
+process that has imported torch, or with ``--launcher torchrun`` the command, which takes longer to start. Counted are
+the seconds until the stall stands in the run, and whether its ranks and its kind are right. Some faults end the job at
+once: then the run says which rank died first, of what. A loader whose worker is stopped has read ahead: its seconds
+count from the last batch that it had. The healthy kinds last at least eight seconds, and are never acted on. The frozen
+disk needs root. Exit status 1: a fault is not perceived, or later than three steps and ten seconds, or less than 95 %
+of the ranks or 90 % of the kinds are right, or a healthy job was ended.
 
 The ranks serve torch's flight recorder, and stacks come from py-spy (``pip install 'lakeckpt[watch]'``). ``--without
 py-spy,recorder`` takes away one of them or both: then 90 % of the ranks have to be right, and kinds do not count.
@@ -122,7 +122,8 @@ def _judged(found: list[dict[str, Any]], without: Collection[str], launcher: str
     )
     counts = {
         "without": list(without), "launcher": launcher, "load": load, "faults": len(faults), "perceived": perceived,
-        "right rank": ranks, "right kind": kinds, "slowest": slowest, "healthy": len(found) - len(faults), "acted on": acted,
+        "right rank": ranks, "right kind": kinds, "slowest": slowest, "healthy": len(found) - len(faults),
+        "acted on": acted,
     }  # fmt: skip
     if output is not None:
         output.write_text(json.dumps({**counts, "found": found}, indent=1) + "\n")

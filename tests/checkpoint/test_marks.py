@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from lakeckpt import CheckpointManager
 from lakeckpt.checkpoint.faults.marks import Marks
@@ -77,6 +79,31 @@ def test_copies_and_saved_models_mark_nothing(marked: Marked) -> None:
 def test_a_model_compiles_in_one_graph(marked: Marked) -> None:
     compiled = torch.compile(marked.model, fullgraph=True, backend="eager")
     assert torch.equal(compiled(ROW), marked.model(ROW))
+
+
+def test_a_sharded_model_trains_as_without_marks(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        weights, phases = [], []
+        for has_marks in (False, True):
+            torch.manual_seed(3)
+            model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+            fully_shard(model[0])
+            fully_shard(model)
+            optimizer = torch.optim.AdamW(model.parameters())
+            beat = Beat(str(tmp_path / "page.beat"), rank=0, world=1)
+            marks = Marks(beat, [model, optimizer] if has_marks else [])
+            for _ in range(3):
+                model(ROW).sum().backward()
+                phases.append(read_page(beat.path))
+                optimizer.step()
+                optimizer.zero_grad()
+            marks.remove()
+            weights.append([one.full_tensor() for one in model.state_dict().values()])
+    finally:
+        dist.destroy_process_group()
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    assert [page and page.phase for page in phases] == ["start"] * 3 + ["backward"] * 3
 
 
 def test_removed_marks_are_gone(marked: Marked) -> None:

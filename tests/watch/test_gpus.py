@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lakeckpt.watch import gpus
-from lakeckpt.watch.gpus import gpu_of, look_at_gpus, parsed
+from lakeckpt.watch.system import gpus
+from lakeckpt.watch.system.gpus import gpu_of, look_at_gpus, parsed
 
 SAID = "0, GPU-1f, 100, 88.31\n1, GPU-2a, 0, [N/A]\n10, GPU-3b, [N/A], 70\n"
 

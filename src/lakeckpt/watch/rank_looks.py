@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from lakeckpt.watch.beat import Page
 from lakeckpt.watch.facts import children_of, look_at_process
-from lakeckpt.watch.gpus import gpu_of
 from lakeckpt.watch.looks import GpuLook, RankLook
 from lakeckpt.watch.recorder import recorded_at, socket_path
 from lakeckpt.watch.stacks import stacks_of
+from lakeckpt.watch.system.gpus import gpu_of
 
 __all__ = ["look_at", "look_at_page"]
 

@@ -30,12 +30,12 @@ from lakeckpt.errors import StorageError
 from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.watch.avoid import Avoid, put_avoid
 from lakeckpt.watch.beat import Page, read_page
-from lakeckpt.watch.gpus import look_at_gpus
 from lakeckpt.watch.limits import ACT_S, StallLimits
 from lakeckpt.watch.looks import RankLook
 from lakeckpt.watch.rank_looks import look_at
 from lakeckpt.watch.slow import SlowRank
 from lakeckpt.watch.stalls import NodeLooks, Stall, nodes_to_avoid
+from lakeckpt.watch.system.gpus import look_at_gpus
 from lakeckpt.watch.watcher import POLL_S, Watcher
 
 __all__ = ["Watched", "watch_node"]
