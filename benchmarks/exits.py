@@ -2,8 +2,8 @@
 
 A trainer that serves torch's flight recorder to its agent has some more threads of C++. It does steps of DDP on gloo,
 and ends in eight ways, with the recorder and without. Counted are the exit codes; a trainer that has not ended, and
-has used no processor time for half a minute, counts as "hangs". ``--minutes``: begin no round later than that. Exit
-status 1: the codes are not the same.
+has used no processor time for half a minute, counts as "hangs", and its stacks are printed if py-spy is on the path.
+``--minutes``: begin no round later than that. Exit status 1: the codes are not the same.
 
 Trainers are forked from processes that have imported torch, and end as any script does: with the interpreter's own end.
 """
@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,7 +44,7 @@ WAYS = {
 }
 """How a trainer ends, and the exit codes of its ranks."""
 _HANGS_S = 30.0
-_WARM = "--warm"
+_WARM, _STACKS = "--warm", ".stacks.txt"
 
 
 def main() -> int:
@@ -56,6 +57,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         codes, times = _ended(name, options.times, options.beside, time.monotonic() + 60 * options.minutes)
+        for stacks in sorted(Path(name).glob(f"**/*{_STACKS}")):
+            print(f"{stacks.name} hangs:\n{stacks.read_text()}")
     found = [
         {"way": way, "without": dict(codes[way, False]), "with": dict(codes[way, True]), "expected": expected}
         for way, expected in WAYS.items()
@@ -140,12 +143,13 @@ def _fork_trainers(folder: str) -> tuple[str, bool, int, int, str] | None:
             pids.append(os.fork())
             if not pids[-1]:
                 return way, recorder, rank, world, f"{folder}/{number}"
-        print(*map(_code, pids), flush=True)
+        print(*(_code(pid, f"{folder}/{number}.{way}.{pid}{_STACKS}") for pid in pids), flush=True)
     return None
 
 
-def _code(pid: int) -> str:
-    """Wait for the end of a child process, and return its exit code."""
+def _code(pid: int, stacks: str) -> str:
+    """Wait for the end of a child process, and return its exit code. ``stacks``: the file for those of one that
+    hangs."""
     pidfd, ends = os.pidfd_open(pid), select.poll()
     ends.register(pidfd, select.POLLIN)
     ticks = -1
@@ -155,6 +159,10 @@ def _code(pid: int) -> str:
             break
     os.close(pidfd)
     if not has_ended:
+        if (spy := shutil.which("py-spy")) is not None:
+            with open(stacks, "wb") as out:
+                subprocess.run([spy, "dump", "--native", "--pid", str(pid)], stdout=out, stderr=out, check=False)
+                subprocess.run(["bash", "-c", f"tail -n +1 /proc/{pid}/task/*/{{comm,wchan,syscall}}"], stdout=out)
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     return str(os.waitstatus_to_exitcode(status)) if has_ended else "hangs"
