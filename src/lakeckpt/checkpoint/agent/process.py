@@ -98,6 +98,10 @@ def main(trainer: int) -> int:
         _log(f"{name} cannot be served: {error.kind}: {error}")
         report(Unable(kind=error.kind, text=str(error)))
         return 1
+
+    def log(text: str) -> None:
+        _log(f"{name}: {text}")
+
     identity = identity_of(begin.digest, rank=begin.rank, world_size=begin.world_size)
     generations = Generations(ArenaFolder(begin.arenas), identity)
     persister = Persister(
@@ -109,45 +113,52 @@ def main(trainer: int) -> int:
         settings=begin.settings,
         waiter=SystemWaiter(),
         report=report,
-        log=lambda text: _log(f"{name}: {text}"),
+        log=log,
         linger_s=begin.linger_s,
     )
-    backups = Backups(storage, [Backup(**one) for one in begin.backups], lambda text: _log(f"{name}: {text}"))
+    backups = Backups(storage, [Backup(**one) for one in begin.backups], log)
     page = page_path(begin.arenas, begin.digest, begin.attempt.number, begin.rank)
     noting = partial(note_death, storage, page, begin.attempt.number, trainer)
-    copying = partial(_copy, begin, storage, identity, trainer, report, lambda text: _log(f"{name}: {text}"))
+    copying = partial(_copy, begin, storage, identity, trainer, report, log)
     serving = threading.Thread(
-        target=_serve, args=(messages, persister, name, noting, copying), name="lakeckpt-orders", daemon=True
+        target=_serve, args=(messages, persister, log, noting, copying), name="lakeckpt-orders", daemon=True
     )
     serving.start()
-    if begin.perceives and trainer >= 0:
-        watch_mates(page, begin.attempt.number, trainer, log=lambda text: _log(f"{name}: {text}"))
-    if (begin.perceives or begin.copies) and trainer >= 0 and begin.next_rank >= 0:
+    if trainer >= 0:
+        _watch(begin, storage, page, trainer, log)
+    persister.run()
+    serving.join(_DEATH_S)
+    backups.finish()
+    log(f"{_tidied(persister, generations, begin)}; ends")
+    return 0
+
+
+def _watch(begin: Hello, storage: Storage, page: str, trainer: int, log: Callable[[str], None]) -> None:
+    """Begin to look after the trainer's mates, the next node and this node, as far as the trainer asked for it."""
+    attempt = begin.attempt.number
+    if begin.perceives:
+        watch_mates(page, attempt, trainer, log=log)
+    if (begin.perceives or begin.copies) and begin.next_rank >= 0:
         ring = Ring(
             storage=storage,
-            attempt=begin.attempt.number,
+            attempt=attempt,
             rank=begin.rank,
             next_rank=begin.next_rank,
             run=begin.digest,
             arenas=begin.arenas,
             perceives=begin.perceives,
         )
-        watch_next_node(ring, page, trainer, log=lambda text: _log(f"{name}: {text}"))
-    if begin.watch and trainer >= 0:
+        watch_next_node(ring, page, trainer, log=log)
+    if begin.watch:
         watched = Watched(
             storage=storage,
-            attempt=begin.attempt.number,
+            attempt=attempt,
             world=begin.world_size,
             here=begin.here,
             page=page,
             acts=begin.watch == "restart",
         )
-        watch_node(watched, trainer, log=lambda text: _log(f"{name}: {text}"))
-    persister.run()
-    serving.join(_DEATH_S)
-    backups.finish()
-    _log(f"{name}: {_tidied(persister, generations, begin)}; ends")
-    return 0
+        watch_node(watched, trainer, log=log)
 
 
 def _messages(orders: Connection, trainer: int) -> Iterator[Message]:
@@ -205,7 +216,7 @@ def _copy(
 def _serve(
     messages: Iterator[Message],
     persister: Persister,
-    name: str,
+    log: Callable[[str], None],
     noting: Callable[[], str],
     copying: Callable[[Keeping], None],
 ) -> None:
@@ -214,14 +225,14 @@ def _serve(
     try:
         for message in messages:
             if isinstance(message, Bye):
-                _log(f"{name}: the trainer {'ends' if message.well else 'is gone without a goodbye'}")
+                log(f"the trainer {'ends' if message.well else 'is gone without a goodbye'}")
             if isinstance(message, Keeping):
                 copying(message)
             persister.take(message)
             if isinstance(message, Bye) and not message.well and (noted := noting()):
-                _log(f"{name}: the trainer died: {noted}")
+                log(f"the trainer died: {noted}")
     except BaseException as error:
-        _log(f"{name}: ends, as an order cannot be read: {error!r}")
+        log(f"ends, as an order cannot be read: {error!r}")
         os._exit(1)
 
 

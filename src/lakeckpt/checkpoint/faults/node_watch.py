@@ -31,7 +31,7 @@ from lakeckpt.lake.storage.base import Storage, describe
 from lakeckpt.watch.avoid import Avoid, put_avoid
 from lakeckpt.watch.beat import Page, read_page
 from lakeckpt.watch.limits import ACT_S, StallLimits
-from lakeckpt.watch.looks import RankLook
+from lakeckpt.watch.looks import GpuLook, RankLook
 from lakeckpt.watch.rank_looks import look_at
 from lakeckpt.watch.slow import SlowRank
 from lakeckpt.watch.stalls import NodeLooks, Stall, nodes_to_avoid
@@ -150,15 +150,15 @@ class _Node:
 
     def looks(self) -> NodeLooks:
         """Look at the ranks of this node twice."""
-        first = self._looks()
+        first = self._looks({})
         self._ends.poll(1000 * _APART_S)
-        second = self._looks()
+        second = self._looks(look_at_gpus())
         step = max((look.step for look in second), default=0)
         return NodeLooks(here=self._watched.here, step=step, first=first, second=second)
 
-    def _looks(self) -> tuple[RankLook, ...]:
+    def _looks(self, gpus: Mapping[str, GpuLook]) -> tuple[RankLook, ...]:
         self._listed_s = 0.0
-        pages, gpus = self.pages(histories=True), look_at_gpus()
+        pages = self.pages(histories=True)
         paths = {page.rank: path for path in self._paths if (page := read_page(path)) is not None}
         found = []
         for rank, page in pages.items():
