@@ -1,4 +1,4 @@
-"""Let every manager watch with ``watch="restart"`` unless its script says something else, and note each act of a watch.
+"""Let every manager with captures watch with ``watch="restart"``, unless its script says something else; note each act.
 
 `make test-watched` loads this module in every process of the suite: a suite that injects no fault must see no act. The
 environment variable LAKECKPT_TEST_WATCH names the file that gets a line for each act; without it nothing is changed.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -16,7 +17,15 @@ from typing import Any
 
 
 def _of_manager(module: ModuleType) -> None:
-    module.CheckpointManager.__init__.__kwdefaults__["watch"] = "restart"
+    begins = module.CheckpointManager.__init__
+
+    @wraps(begins)
+    def begin(*given: Any, **options: Any) -> None:
+        if options.get("capture_every") is not None:  # else there are no agents that watch
+            options.setdefault("watch", "restart")
+        begins(*given, **options)
+
+    module.CheckpointManager.__init__ = begin
 
 
 def _of_agent(module: ModuleType) -> None:
