@@ -164,6 +164,18 @@ def test_a_stall_that_heals_is_reported_with_its_end_and_the_same_gap_is_looked_
     assert node.looked == looked and len(node.reports) == 2, "it has had such a gap before"
 
 
+def test_a_rank_that_was_let_go_does_not_change_the_verdict_before_it_moves() -> None:
+    node = Node()
+    watcher, node.odd = node.watcher(), {"process": ProcessLook(pid=102, state="t", tracer=77)}
+    node.let(watcher, 10, train=True)
+    node.let(watcher, 5)
+    node.odd = {}  # in the collective of all others
+    node.let(watcher, 20)
+    node.let(watcher, 5, train=True)
+    first, ended = node.reports
+    assert first.verdict == ended.verdict and first.verdict.kind == "stopped" and ended.ended_s and node.looked > 1
+
+
 def test_a_job_whose_steps_are_not_known_is_not_acted_on_and_one_of_a_watcher_that_comes_late_is() -> None:
     for begun, acts in ((18, 0), (0, 1)):
         node = Node()

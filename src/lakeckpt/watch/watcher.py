@@ -188,8 +188,11 @@ class Watcher:
         return 0.0 if self._stall is not None else math.inf  # at the second look
 
     def _say(self, verdict: StallVerdict, began_s: float, looks: tuple[RankLook, ...], *, acts: bool) -> None:
-        """Report a stall that began then, once, and again if it is acted on or the verdict is another one."""
+        """Report a stall that began then, once, and again if it is acted on or the verdict is another one. A verdict
+        that blames nobody replaces none: ranks that were let go are in their collectives before a page moves."""
         wall_s, known = self._wall(), self._stall
+        if known is not None and not verdict.ranks and not acts:
+            return
         stall = Stall(
             attempt=self._attempt,
             verdict=verdict,
