@@ -5,7 +5,9 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sys
 import threading
+import time
 from pathlib import Path
 
 from lakeckpt.watch.facts import children_of, look_at_process
@@ -19,6 +21,8 @@ def test_a_process_writes_its_stacks_on_a_signal_and_names_the_line_of_its_main_
     waits = threading.Event()
     other = threading.Thread(target=waits.wait, name="other")
     other.start()
+    while other.ident is None or sys._current_frames()[other.ident].f_code.co_name != "wait":
+        time.sleep(0.01)
     try:
         threads = stacks_of(os.getpid(), page, number)
     finally:
