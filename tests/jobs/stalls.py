@@ -204,7 +204,10 @@ def main(folder: Path, fault: str, on: int, watch: str) -> None:
 
     import lakeckpt
 
-    rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank, is_again = (
+        int(os.environ["RANK"]),
+        (folder / "injected").exists(),
+    )  # a first attempt may have died at its start
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(5)
@@ -223,11 +226,11 @@ def main(folder: Path, fault: str, on: int, watch: str) -> None:
         batches = iter(loader)
         for batch in batches:
             is_slow = fault == "slow" and rank == on and done > AT
-            time.sleep((3 if is_slow else 1) * STEP_S if not start else 0)
+            time.sleep((3 if is_slow else 1) * STEP_S if not is_again else 0)
             optimizer.zero_grad()
             if fault == "stopped worker" and done > AT and rank == on:  # its loader has read ahead
                 (folder / "injected").write_text(repr(time.time()))
-            if done == AT and not start and (rank == on or fault in EVERYWHERE):
+            if done == AT and not is_again and (rank == on or fault in EVERYWHERE):
                 if rank == on:
                     (folder / "injected").write_text(repr(time.time()))
                 if fault == "skips":

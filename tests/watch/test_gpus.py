@@ -12,6 +12,7 @@ import pytest
 
 from lakeckpt.watch.system import gpus
 from lakeckpt.watch.system.gpus import gpu_of, look_at_gpus, parsed
+from tests.patience import PATIENCE_S
 
 SAID = "0, GPU-1f, 100, 88.31\n1, GPU-2a, 0, [N/A]\n10, GPU-3b, [N/A], 70\n"
 
@@ -24,13 +25,14 @@ def tool(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 
 def test_the_gpus_of_a_node_are_those_that_the_tool_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_PATIENCE_S", PATIENCE_S)
     tool(tmp_path, monkeypatch, f"printf '%s' '{SAID}'")
     found = look_at_gpus()
     assert found == parsed(SAID) and found["GPU-2a"] == found["1"]
     assert (str(found["0"]), str(found["1"])) == ("GPU 0 is used at 100 %, with 88 W", "GPU 1 is used at 0 %")
 
 
-@pytest.mark.parametrize("script", ["exec sleep 1000", "echo 'NVIDIA-SMI has failed'; exit 9"])
+@pytest.mark.parametrize("script", ["exec sleep 1000", f"printf '%s' '{SAID}'; exit 9"])
 def test_a_tool_that_hangs_or_fails_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     tool(tmp_path, monkeypatch, script)
     assert look_at_gpus() == {}
@@ -45,6 +47,7 @@ def test_a_tool_that_hangs_or_fails_names_none(tmp_path: Path, monkeypatch: pyte
         ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "GPU-2a"}, 1),  # one for each rank
         ({"LOCAL_RANK": "3"}, None),
         ({"CUDA_VISIBLE_DEVICES": "7"}, None),
+        ({}, None),
     ],
 )
 def test_a_trainer_has_the_gpu_of_its_local_rank(

@@ -78,11 +78,13 @@ def test_a_wait_of_all_ranks_for_data_and_a_long_save_are_work(phase: str) -> No
 
 
 def test_the_log_and_the_gpu_of_the_culprit_are_told() -> None:
-    seen = replace(process(waits="sleep"), log="/logs/2/stderr.log", log_still_s=31.4)
-    gpu = GpuLook(index=2, use_percent=0, watts=61)
-    reason = judged(job(_2={"threads": in_script(), "process": seen, "gpu": gpu})).reason
-    log = "; its log /logs/2/stderr.log has not grown for 31 s; its GPU 2 is used at 0 %, with 61 W"
-    assert reason.endswith(log) and "sleeps" in reason
+    before = replace(process(waits="sleep"), log="/logs/2/stderr.log", log_bytes=7)
+    odd: dict[str, Any] = {"threads": in_script(), "gpu": GpuLook(index=2, use_percent=0, watts=61)}
+    for size, how in ((7, "does not grow"), (8, "grows")):
+        first, second = (job(_2={**odd, "process": replace(before, log_bytes=one)}) for one in (7, size))
+        verdict = judge(first, second, world=4)
+        assert verdict is not None and (verdict.ranks, verdict.kind) == ((2,), "sleep")
+        assert verdict.reason.endswith(f"; its log /logs/2/stderr.log {how}; its GPU 2 is used at 0 %, with 61 W")
 
 
 def test_if_all_ranks_do_the_same_outside_of_a_collective_none_of_them_holds_up_the_others() -> None:

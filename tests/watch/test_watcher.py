@@ -170,10 +170,24 @@ def test_a_rank_that_was_let_go_does_not_change_the_verdict_before_it_moves() ->
     node.let(watcher, 10, train=True)
     node.let(watcher, 5)
     node.odd = {}  # in the collective of all others
-    node.let(watcher, 20)
+    node.let(watcher, 5)
+    assert node.looked == 2 and len(node.reports) == 1
     node.let(watcher, 5, train=True)
     first, ended = node.reports
-    assert first.verdict == ended.verdict and first.verdict.kind == "stopped" and ended.ended_s and node.looked > 1
+    assert first.verdict == ended.verdict and first.verdict.kind == "stopped" and ended.ended_s
+
+
+def test_a_stall_of_which_nobody_is_to_blame_at_two_looks_is_told_as_that() -> None:
+    node = Node()
+    watcher = node.watcher()
+    node.let(watcher, 10, train=True)
+    node.let(watcher, 5)
+    node.odd = {}
+    node.let(watcher, 20)
+    assert [(one.verdict.kind, one.verdict.ranks) for one in node.reports] == [("pipe", (2,)), ("network", ())]
+    node.odd = {"process": ProcessLook(pid=102, state="t", tracer=77)}
+    node.let(watcher, 100)
+    assert [one.verdict.kind for one in node.reports[2:]] == ["stopped"], "a pause is told at once"
 
 
 def test_a_job_whose_steps_are_not_known_is_not_acted_on_and_one_of_a_watcher_that_comes_late_is() -> None:

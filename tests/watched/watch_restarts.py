@@ -33,7 +33,8 @@ def _of_agent(module: ModuleType) -> None:
 
     def act(node: Any, stall: Any) -> None:
         with open(os.environ["LAKECKPT_TEST_WATCH"], "a", encoding="utf-8") as file:
-            file.write(f"{node._watched.storage}: {stall.verdict.kind}: {stall.verdict.reason}\n")
+            test = os.environ.get("PYTEST_CURRENT_TEST", "no test")
+            file.write(f"{test}: {stall.verdict.kind}: {stall.verdict.reason}\n")
         acts(node, stall)
 
     module._Node.act = act

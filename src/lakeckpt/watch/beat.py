@@ -181,16 +181,18 @@ class Beat:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """The rank saves, and goes on with what it did before. In its last phase it only does that."""
+        """The rank saves, and goes on with what it did before. While it saves for the last time, it stays in that
+        phase; in a forked process nothing happens."""
         before = self._words[_PHASE]
-        if before in (_NUMBERS["closing"], _SAVE):
+        if before in (_NUMBERS["closing"], _SAVE) or self._pid != os.getpid():
             yield
             return
         self._turn(_SAVE)
         try:
             yield
         finally:
-            self._turn(before)
+            if self._words[_PHASE] == _SAVE:
+                self._turn(before)
 
     def own_phase(self, name: str) -> None:
         """The script begins a phase that it calls ``name``."""

@@ -16,8 +16,6 @@ import ipaddress
 import os
 import platform
 import re
-import stat
-import time
 from collections.abc import Iterator
 
 from lakeckpt.watch.looks import ProcessLook, Waits
@@ -58,7 +56,7 @@ def look_at_process(pid: int) -> ProcessLook | None:
     status, thread = _table(pid, "status"), f"task/{pid}/"
     waits, waits_on = _waits(pid, thread, state)
     moved = _table(pid, "io")
-    log, log_still_s = _log(pid)
+    log, log_bytes = _log(pid)
     switches = _table(pid, thread + "status").get("voluntary_ctxt_switches", "0")
     return ProcessLook(
         pid=pid,
@@ -71,7 +69,7 @@ def look_at_process(pid: int) -> ProcessLook | None:
         moved_bytes=_number(moved.get("rchar", "0")) + _number(moved.get("wchar", "0")),
         tracer=_number(status.get("TracerPid", "0")),
         log=log,
-        log_still_s=log_still_s,
+        log_bytes=log_bytes,
     )
 
 
@@ -87,13 +85,13 @@ def _children(pid: int) -> Iterator[int]:
             yield from map(int, _read(pid, f"task/{task}/children").split())
 
 
-def _log(pid: int) -> tuple[str, float]:
-    """Return the file that the standard error of a process goes to, and for how long it has not grown."""
-    with contextlib.suppress(OSError):
-        found = os.stat(f"{_PROC}/{pid}/fd/2")
-        if stat.S_ISREG(found.st_mode):
-            return _target(pid, 2), max(0.0, time.time() - found.st_mtime)
-    return "", 0.0
+def _log(pid: int) -> tuple[str, int]:
+    """Return the file that the standard error of a process goes to, and how far it has come there. The kernel knows
+    both: the file system, which may be what does not answer, is not asked."""
+    target = _target(pid, 2)
+    if not target.startswith("/") or target.startswith("/dev/"):
+        return "", 0
+    return target, _number(_table(pid, "fdinfo/2").get("pos", "0"))
 
 
 def _waits(pid: int, thread: str, state: str) -> tuple[Waits, str]:

@@ -41,8 +41,8 @@ class ProcessLook:
     """The process that traces it, such as a debugger; 0: none."""
     log: str = ""
     """The file that its standard error goes to, as where torchelastic writes logs; empty: it goes to no file."""
-    log_still_s: float = 0.0
-    """For how long that file has not grown."""
+    log_bytes: Count = 0
+    """How far that file was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -246,14 +246,17 @@ def _explained(
     kind, reason, works = _reason(first.get(look.rank), look)
     at = f" at {_line(look)}" if _line(look) else ""
     data = f", while its loader reads {look.reads}" if look.phase == "data" and look.reads else ""
-    text = f"rank {_named(culprits)} {reason}{at} in {look.phase or 'an unknown phase'}{data}; {why}{_evidence(look)}"
+    text = f"rank {_named(culprits)} {reason}{at} in {look.phase or 'an unknown phase'}{data}; {why}"
+    text += _evidence(first.get(look.rank), look)
     return StallVerdict(ranks=culprits, kind=kind, reason=text, certainty="works" if works else "still")
 
 
-def _evidence(look: RankLook) -> str:
+def _evidence(before: RankLook | None, look: RankLook) -> str:
     """Return what else is seen of a rank, for people: no rule follows from it."""
-    log = "" if look.process is None else look.process.log
-    text = f"; its log {log} has not grown for {look.process.log_still_s:.0f} s" if look.process and log else ""
+    text, process, earlier = "", look.process, None if before is None else before.process
+    if process is not None and process.log and earlier is not None:
+        grows = process.log_bytes != earlier.log_bytes
+        text = f"; its log {process.log} {'grows' if grows else 'does not grow'}"
     return text + (f"; its {look.gpu}" if look.gpu else "")
 
 

@@ -92,6 +92,8 @@ class Watcher:
         """When the next look is due; 0: once the limit is over."""
         self._step, self._stepped_s, self._checked_s = 0, 0.0, 0.0
         self._stall: Stall | None = None
+        self._doubted = ""
+        """The kind of a verdict that blamed nobody, which one look gave."""
         self._apart: StallVerdict | None = None
         self._slow = SlowRanks(attempt=attempt)
         self._window_s = -math.inf
@@ -188,10 +190,15 @@ class Watcher:
         return 0.0 if self._stall is not None else math.inf  # at the second look
 
     def _say(self, verdict: StallVerdict, began_s: float, looks: tuple[RankLook, ...], *, acts: bool) -> None:
-        """Report a stall that began then, once, and again if it is acted on or the verdict is another one. A verdict
-        that blames nobody replaces none: ranks that were let go are in their collectives before a page moves."""
+        """Report a stall that began then, once, and again if it is acted on or the verdict is another one.
+
+        A verdict that blames nobody replaces another one at its second look: a rank that was stopped and goes on is
+        back in its collective before its page moves.
+        """
         wall_s, known = self._wall(), self._stall
-        if known is not None and not verdict.ranks and not acts:
+        is_new = known is not None and not verdict.ranks and verdict.kind not in (known.verdict.kind, self._doubted)
+        self._doubted = verdict.kind if is_new else ""
+        if is_new and verdict.certainty != "paused" and not acts:
             return
         stall = Stall(
             attempt=self._attempt,

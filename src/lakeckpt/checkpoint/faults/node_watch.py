@@ -150,9 +150,10 @@ class _Node:
 
     def looks(self) -> NodeLooks:
         """Look at the ranks of this node twice."""
-        first = self._looks({})
+        gpus = look_at_gpus()  # which may take a second: the looks are a second apart, and so is what they compare
+        first = self._looks(gpus)
         self._ends.poll(1000 * _APART_S)
-        second = self._looks(look_at_gpus())
+        second = self._looks(gpus)
         step = max((look.step for look in second), default=0)
         return NodeLooks(here=self._watched.here, step=step, first=first, second=second)
 

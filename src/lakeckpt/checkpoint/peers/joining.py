@@ -33,8 +33,8 @@ JOIN_S = 60.0
 """So long a member waits for the others while no leaf comes."""
 _SLOTS = 2
 _DOCUMENTS_BYTES = 2**20
-_FRAME_BYTES = 4096
-"""What the names and sizes of the documents take beside them."""
+_FRAME_BYTES = 1024
+"""What the names and sizes of the documents of a member take beside them, and more."""
 _PLAN = short_digest(b"parity")
 
 
@@ -125,7 +125,8 @@ class ParityKeeper:
                     return known
                 if known.put.cut.age > put.cut.age:
                     raise ArenaError(f"the parity of step {known.put.cut.step}, which is newer, is being made")
-                self._end(known, f"rank {put.giver} has given its pieces of step {put.cut.step}")
+                again = " again, as its connection broke" if same else ""
+                self._end(known, f"rank {put.giver} gives its pieces of step {put.cut.step}{again}")
             found = _Joining(*self._begun(layout, put), put, changed)
             with self._lock:
                 self._under_way[name] = found
@@ -225,7 +226,7 @@ class ParityKeeper:
 
 
 def _has_room(found: ArenaLayout, needed: ArenaLayout) -> bool:
-    documents_bytes = needed.documents_bytes // 2 + _FRAME_BYTES
+    documents_bytes = needed.documents_bytes // 2 + _FRAME_BYTES * len(needed.identity.members)
     return found.data_bytes >= needed.data_bytes and found.documents_bytes >= documents_bytes
 
 

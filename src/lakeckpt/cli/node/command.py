@@ -56,7 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a check of the node."""
     group = parser.add_argument_group("with --node")
     length = group.add_mutually_exclusive_group()
-    length.add_argument("--seconds", type=float, default=_SECONDS, help=f"how long to measure (default: {_SECONDS:g})")
+    length.add_argument(
+        "--seconds",
+        type=float,
+        default=_SECONDS,
+        help=f"how long to measure (default: {_SECONDS:g}); what is slow is measured once more",
+    )
     length.add_argument("--minutes", type=float, help="the same in minutes, for a node that comes back")
     group.add_argument("--peers", metavar="RUN", help="compare with the nodes and earlier checks kept in this run")
     group.add_argument("--name", help="the name of this node (default: the host's name)")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from lakeckpt.watch.looks import GpuLook
 
 __all__ = ["gpu_of", "look_at_gpus", "parsed"]
 
-_PATIENCE_S = 1.0
+_PATIENCE_S, _KILLED_S = 1.0, 0.1
 _COMMAND = ("--query-gpu=index,uuid,utilization.gpu,power.draw", "--format=csv,noheader,nounits")
 _PROC = "/proc"
 
@@ -29,20 +28,22 @@ def look_at_gpus() -> Mapping[str, GpuLook]:
     command = shutil.which("nvidia-smi")
     if command is None:
         return {}
-    with contextlib.suppress(OSError):
+    try:
         process = subprocess.Popen(
             [command, *_COMMAND], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-        assert process.stdout is not None
-        said = b""
-        with process.stdout as output:
-            while select.select([output], [], [], _PATIENCE_S)[0] and (more := os.read(output.fileno(), 1 << 16)):
-                said += more
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps it: it is not waited for
-            process.wait(_PATIENCE_S)
-        return parsed(said.decode(errors="replace"))
-    return {}
+    except OSError:
+        return {}
+    assert process.stdout is not None
+    with process.stdout:
+        try:
+            said, _ = process.communicate(timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps it: it is not waited for
+                process.wait(_KILLED_S)
+            return {}
+    return parsed(said.decode(errors="replace")) if process.returncode == 0 else {}
 
 
 def parsed(said: str) -> dict[str, GpuLook]:
@@ -63,7 +64,7 @@ def parsed(said: str) -> dict[str, GpuLook]:
 
 def gpu_of(pid: int, gpus: Mapping[str, GpuLook]) -> GpuLook | None:
     """Return the GPU of a trainer: the one of its local rank among those that it may see, as scripts do it. None: it
-    has opened none, or it is not known."""
+    has opened none, or its launcher has not told it a local rank."""
     try:
         if not gpus or not _has_opened_one(pid):
             return None
@@ -72,7 +73,7 @@ def gpu_of(pid: int, gpus: Mapping[str, GpuLook]) -> GpuLook | None:
             environment = {name: value.decode(errors="replace") for name, _, value in pairs}
     except OSError:
         return None
-    local_rank = environment.get(b"LOCAL_RANK", "0")
+    local_rank = environment.get(b"LOCAL_RANK", "")
     visible = environment.get(b"CUDA_VISIBLE_DEVICES", "")
     names = [one.strip() for one in visible.split(",")] if visible else sorted(filter(str.isdigit, gpus), key=int)
     if len(names) == 1:
