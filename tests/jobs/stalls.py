@@ -204,10 +204,8 @@ def main(folder: Path, fault: str, on: int, watch: str) -> None:
 
     import lakeckpt
 
-    rank, is_again = (
-        int(os.environ["RANK"]),
-        (folder / "injected").exists(),
-    )  # a first attempt may have died at its start
+    rank = int(os.environ["RANK"])
+    is_again = (folder / "injected").exists()  # the first attempt may have died at its start
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(5)
