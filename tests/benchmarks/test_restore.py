@@ -48,9 +48,10 @@ def test_ratios_are_to_the_fastest_bare_way(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_second_copy_is_seen() -> None:
+    size, kept = 40 * 2**20, list[torch.Tensor]()
     with Peak() as peak:
-        kept = torch.ones(40 * 2**20, dtype=torch.uint8)
-        while peak.bytes < kept.nbytes:  # until the watch has looked
+        while peak.bytes < size and len(kept) < 10:  # the kernel may take pages away, and a look may have begun before
+            kept.append(torch.ones(size, dtype=torch.uint8))
             peak.looked.clear()
             peak.looked.wait()
-    assert 40 * 2**20 <= peak.bytes < 80 * 2**20
+    assert size <= peak.bytes < size * (len(kept) + 1)
